@@ -1,6 +1,6 @@
-"""Weights that `pack_linear` takes beside plain floats.
+"""Weights as checkpoints have them, which `pack_linear` takes: floats, floats to be rounded, and quants.
 
-`QuantizedWeight` holds a checkpoint's own quants:
+A `QuantizedWeight` has quants of 4 or 8 bits:
 
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // 32
 
@@ -49,11 +49,30 @@ class QuantizedWeight(NamedTuple):
         return restore_input_order(weight.view(self.quants.shape), self.order)
 
 
+class FloatWeight(NamedTuple):
+    """A weight of floats that `pack_linear` converts to `dtype`. Its parts may be memory maps of files."""
+
+    dtype: torch.dtype
+    parts: Sequence[Tensor]  # (out, in) of floats each, whose outputs follow one another
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The outputs of all parts, and the inputs."""
+        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+    def joined(self) -> Tensor:
+        """Return a copy of the weight (out, in)."""
+        joined = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].device)
+        for target, part in zip(torch.split(joined, [len(part) for part in self.parts]), self.parts, strict=True):
+            target.copy_(part)
+        return joined
+
+
 class RoundedWeight(NamedTuple):
     """A weight of floats that `pack_linear` rounds: to 8 bits with a scale for each output, or to 4 bits.
 
     `in` is a multiple of QUANT_GROUP_SIZE. With 4 bits, each output is rounded to 8 bits, and each group of its inputs
-    again, to a multiple of a whole step (QServe: Lin et al., 2024).
+    again, to a multiple of a whole step (QServe: Lin et al., 2024). Parts may be memory maps of files.
     """
 
     bits: int
@@ -63,10 +82,6 @@ class RoundedWeight(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """The outputs of all parts, and the inputs."""
         return sum(len(part) for part in self.parts), self.parts[0].shape[1]
-
-
-Weight = Tensor | QuantizedWeight | RoundedWeight
-"""A matrix (out, in): floats, quants of a checkpoint, or floats that are to be rounded."""
 
 
 def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
@@ -84,6 +99,8 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     Parts of different formats are converted to the more general one: 8 bits, and mins. Both conversions are exact,
     except for mins of a zero point that is not a power of two, which are rounded to float16.
     """
+    if len(parts) == 1:
+        return parts[0]
     if not all(_equal(part.order, parts[0].order) for part in parts):
         return None
     if len({part.bits for part in parts}) > 1:
@@ -113,3 +130,7 @@ def _with_mins(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.mins is not None:
         return weight
     return weight._replace(mins=weight.scales * -weight.zero_point, zero_point=0)
+
+
+Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight
+"""What `pack_linear` takes, (out, in)."""

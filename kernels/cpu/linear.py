@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, RoundedWeight, Weight, restore_input_order
+from kernels.quantized import QUANT_GROUP_SIZE, FloatWeight, RoundedWeight, Weight, restore_input_order
 
 
 class PackedWeight(NamedTuple):
@@ -52,11 +52,13 @@ Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | ReorderedW
 
 def pack_linear(weight: Weight) -> Packed:
     """Return `weight` (out, in) in panels. Its type stays, unless it is to be rounded."""
+    if isinstance(weight, Tensor):
+        weight = FloatWeight(weight.dtype, [weight])
+    if isinstance(weight, FloatWeight):
+        return PackedWeight(torch.ops.quire.pack_linear(weight.parts, weight.dtype), weight.shape[0])
     if isinstance(weight, RoundedWeight):
         panels = torch.ops.quire.round_and_pack(weight.parts, weight.bits)
         return PackedChannelWeight(panels, *weight.shape, weight.bits)
-    if not isinstance(weight, QuantizedWeight):
-        return PackedWeight(torch.ops.quire.pack_linear(weight), len(weight))
     bits, quants, scales, mins, zero_point, order = weight
     records = torch.ops.quire.pack_quantized(quants.contiguous(), scales.contiguous(), mins, bits)
     packed = PackedQuantizedWeight(records, len(quants), (bits, mins is not None, zero_point))

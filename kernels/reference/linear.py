@@ -3,14 +3,16 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight, RoundedWeight, Weight
+from kernels.quantized import FloatWeight, RoundedWeight, Weight
 
 
 def pack_linear(weight: Weight) -> Tensor:
-    """Return the weight unchanged, or in float32 if it is quantised."""
+    """Return the weight as one tensor: unchanged if it is one, and in float32 if it is quantised."""
+    if isinstance(weight, Tensor):
+        return weight
     if isinstance(weight, RoundedWeight):
         raise TypeError("only the kernels compiled for a CPU round weights")
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    return weight.joined() if isinstance(weight, FloatWeight) else weight.dequantize()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,7 +13,14 @@ import torch
 from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
-from services.worker.cpu_tuning import keep_freed_memory, set_threads, take_cpus, use_huge_pages
+from services.worker.cpu_tuning import (
+    allocate_huge_pages,
+    keep_freed_memory,
+    return_freed_memory,
+    set_threads,
+    take_cpus,
+    use_huge_pages,
+)
 from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
@@ -30,17 +37,11 @@ logger = logging.getLogger(__name__)
 
 def start_runner(config: WorkerConfig) -> ModelRunner:
     """Load a model and return its warm runner. Raise ModelError or ConfigError if it cannot be found, loaded or run."""
-    keep_freed_memory()
-    device = choose_device(config.device)
-    if device.type == "cpu":
-        take_cpus(config.local_rank, config.local_world_size)
-    set_threads(config.num_threads, config.local_world_size)
+    device = tune_process(config)
     ops = choose_ops(device, config)
     folder = locate(config.model, config.revision, config.download_dir)
     compiler = _load_compiler(folder, config)  # takes less time than the weights
-    loaded = load_model(folder, config, device, ops)
-    if device.type == "cpu":
-        use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
+    loaded = load(folder, config, device, ops)
     new_capture = choose_capture(loaded, ops, device, config)
     if device.type == "cuda":
         kernels = "Quire's kernels" if ops.supports_graphs else "plain torch operations"
@@ -49,6 +50,26 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     compiler.exception()  # which waits, so that nothing runs beside what is measured next
     info = model_info(loaded, config, folder)
     return ModelRunner(loaded, info, config, device, ops, new_capture=new_capture, load_compiler=compiler.result)
+
+
+def tune_process(config: WorkerConfig) -> torch.device:
+    """Set up memory, CPUs and threads of this process for a model, and return the device that the model goes to."""
+    keep_freed_memory()
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        allocate_huge_pages()
+        take_cpus(config.local_rank, config.local_world_size)
+    set_threads(config.num_threads, config.local_world_size)
+    return device
+
+
+def load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> LoadedModel:
+    """Load the model in `folder`, and leave memory as steps want it, before the runner measures its speed."""
+    loaded = load_model(folder, config, device, ops)
+    if device.type == "cpu":
+        return_freed_memory()
+        use_huge_pages()
+    return loaded
 
 
 def _load_compiler(folder: Path, config: WorkerConfig) -> Future[GrammarCompiler]:

@@ -5,7 +5,7 @@ predicts the time of a step from two numbers that are measured here: its fixed c
 Those of `kernel_plans` come after it was configured, so that a GPU's kernels are compiled for these sizes by then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from shared.text.lark import ANY_TEXT
 _BLOCK_SIZE = 16
 _PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}
 _REPEATS = 3
-_MAX_SECONDS = 2.0  # of repeats, after which no more begins: a large model on a small machine is measured once
+_ENOUGH_SECONDS = 0.5
 _MIN_SECONDS = 1e-7  # differences of measured times can be anything
 _ANY_TEXT = f"start: {ANY_TEXT}"
 
@@ -45,7 +45,7 @@ class StepMemory(NamedTuple):
 
 
 def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurements:
-    """Run a prefill and a decode step a few times. Configure `runner` again afterwards."""
+    """Run a prefill and a decode step up to a few times. Configure `runner` again afterwards."""
     count = max(2, min(_PREFILL_TOKENS[device.type], shape.max_positions - 1))
     blocks = -(-(count + 1) // _BLOCK_SIZE)
     epoch = Epoch(boot_id="warm-up", count=0)
@@ -66,21 +66,23 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
     )
     plan = StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
     runner.launch(plan).result()
-    prefill, decode = (
-        _least_seconds(runner, StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)]))
-        for start, size in ((0, count), (count - 1, 1))
-    )
+
+    def seconds(start: int, size: int) -> float:
+        again = StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)])
+        return runner.launch(again).result().seconds
+
+    prefill, decode = _least(lambda: seconds(0, count)), _least(lambda: seconds(count - 1, 1))
     token_seconds = max((prefill - decode) / (count - 1), _MIN_SECONDS)
     step_seconds = max(decode - token_seconds, _MIN_SECONDS)
     return Measurements(step_seconds, token_seconds)
 
 
-def _least_seconds(runner: Runner, plan: StepPlan) -> float:
-    """Return the least time of a few runs of a step."""
-    seconds: list[float] = []
-    while len(seconds) < _REPEATS and sum(seconds) < _MAX_SECONDS:
-        seconds.append(runner.launch(plan).result().seconds)
-    return min(seconds)
+def _least(measure: Callable[[], float]) -> float:
+    """Return the least of a few measured times. Long ones vary little, and a large model's would delay the start."""
+    times = [measure()]
+    while len(times) < _REPEATS and sum(times) < _ENOUGH_SECONDS:
+        times.append(measure())
+    return min(times)
 
 
 def largest_sizes(config: WorkerConfig, shape: ModelShape, device: torch.device) -> Configure:

@@ -1,9 +1,11 @@
 """Reads the data of tensors, as floats or as quants. The `gguf` package dequantises blocks.
 
-Some thousands of blocks are dequantised at once, as many as fit into a core's cache. Smaller chunks, as in the package,
-would spend most of the time in Python, and larger ones in memory. Several threads share the chunks of a large tensor.
+Some thousands of blocks are dequantised or unpacked at once, as many as fit into a core's cache. Smaller chunks, as in
+the package, would spend most of the time in Python, and larger ones in memory. Several threads share the chunks of a
+large tensor.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from shared.errors import ModelError
 from shared.gguf.header import StoredTensor
 
 CHUNK = 2**18
-"""Values that are dequantised in one call."""
+"""Values that are dequantised or unpacked in one call."""
 
 MIN_SHARED_CHUNKS = 16
 """The number of chunks from which threads are used. In smaller tensors they mostly wait for the interpreter's lock."""
@@ -38,20 +40,26 @@ def check_type(tensor: StoredTensor) -> None:
         raise ModelError(f"{tensor}: this type cannot be read (supported: F32, F16, {', '.join(supported)})")
 
 
+def map_blocks(tensor: StoredTensor, index: int | None = None) -> NDArray[np.uint8]:
+    """Return the blocks (blocks, bytes) of the tensor, or of the one at `index` along its first dimension.
+
+    They are mapped from the file. Writing to them changes memory, not the file.
+    """
+    block, size = GGML_QUANT_SIZES[tensor.type]
+    shape = tensor.shape if index is None else tensor.shape[1:]
+    count = int(np.prod(shape)) // block
+    return np.memmap(tensor.path, np.uint8, "c", tensor.offset + (index or 0) * count * size, (count, size))
+
+
 def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> NDArray[Any]:
     """Return the tensor, or the one at `index` along its first dimension.
 
     Floats are mapped from the file as they are stored. Other types are dequantised to float32.
     """
-    block, size = GGML_QUANT_SIZES[tensor.type]
-    shape = tensor.shape if index is None else tensor.shape[1:]
-    count = int(np.prod(shape)) // block
-    offset = tensor.offset + (index or 0) * count * size
+    blocks, shape = map_blocks(tensor, index), tensor.shape if index is None else tensor.shape[1:]
     if tensor.type in FLOAT_TYPES:
-        mapped: NDArray[Any] = np.memmap(tensor.path, FLOAT_TYPES[tensor.type], "r", offset, shape)
-        return mapped
-    stored: NDArray[np.uint8] = np.memmap(tensor.path, np.uint8, "r", offset, (count, size))
-    return _dequantize(stored, tensor.type, threads).reshape(shape)
+        return blocks.view(FLOAT_TYPES[tensor.type]).reshape(shape)
+    return _dequantize(blocks, tensor.type, threads).reshape(shape)
 
 
 class QuantizedMatrix(NamedTuple):
@@ -69,7 +77,7 @@ def is_simple_quantized(tensor: StoredTensor) -> bool:
     return tensor.type in _ZERO_POINTS
 
 
-def read_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedMatrix | None:
+def read_quantized(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> QuantizedMatrix | None:
     """Return the quantised matrix, or the one at `index` along the first dimension; None for other types.
 
     A block is a scale (float16), a min (float16, Q4_1 only), and then 32 signed bytes (Q8_0) or 16 bytes, whose low
@@ -77,21 +85,26 @@ def read_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedM
     """
     if not is_simple_quantized(tensor):
         return None
-    block, size = GGML_QUANT_SIZES[tensor.type]
+    block, _ = GGML_QUANT_SIZES[tensor.type]
     rows, columns = tensor.shape[-2:]
-    count = rows * columns // block
-    stored = np.memmap(tensor.path, np.uint8, "r", tensor.offset + (index or 0) * count * size, (count, size))
+    stored, quants = map_blocks(tensor, index), np.empty((rows * columns // block, block), np.uint8)
+    is_byte = tensor.type == GGMLQuantizationType.Q8_0
+
+    def unpack(start: int, end: int) -> None:
+        packed, target = stored[start:end, 2:] if is_byte else stored[start:end, -block // 2 :], quants[start:end]
+        if is_byte:
+            np.bitwise_xor(packed, 0x80, out=target)  # a signed byte plus 128
+        else:
+            np.bitwise_and(packed, 15, out=target[:, : block // 2])
+            np.right_shift(packed, 4, out=target[:, block // 2 :])
 
     def float16s(start: int) -> NDArray[np.float16]:
         return np.ascontiguousarray(stored[:, start : start + 2]).view(np.float16).reshape(rows, columns // block)
 
-    if tensor.type == GGMLQuantizationType.Q8_0:
-        quants = stored[:, 2:] ^ np.uint8(0x80)  # a signed byte plus 128
-        return QuantizedMatrix(8, quants.reshape(rows, columns), float16s(0), None, _ZERO_POINTS[tensor.type])
-    packed = stored[:, size - block // 2 :]
-    quants = np.concatenate((packed & 15, packed >> 4), 1).reshape(rows, columns)
+    _for_chunks(unpack, len(quants), block, threads)
+    bits = 8 if is_byte else 4
     mins = float16s(2) if tensor.type == GGMLQuantizationType.Q4_1 else None
-    return QuantizedMatrix(4, quants, float16s(0), mins, _ZERO_POINTS[tensor.type])
+    return QuantizedMatrix(bits, quants.reshape(rows, columns), float16s(0), mins, _ZERO_POINTS[tensor.type])
 
 
 def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:
@@ -99,19 +112,25 @@ def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: 
     codec, block = _codec(type), GGML_QUANT_SIZES[type][0]
     codec.init_grid()  # makes the lookup tables of some types, which two threads must not do at once
     values = np.empty((len(stored), block), np.float32)
+
+    def dequantize(start: int, end: int) -> None:
+        values[start:end] = codec.dequantize_blocks(stored[start:end])
+
+    _for_chunks(dequantize, len(stored), block, threads)
+    return values
+
+
+def _for_chunks(work: Callable[[int, int], None], count: int, block: int, threads: int) -> None:
+    """Call `work` with the start and the end of each chunk of `count` blocks of `block` values."""
     chunk = max(CHUNK // block, 1)  # blocks
-
-    def dequantize_chunk(start: int) -> None:
-        values[start : start + chunk] = codec.dequantize_blocks(stored[start : start + chunk])
-
-    starts = range(0, len(stored), chunk)
+    starts = range(0, count, chunk)
+    ends = [min(start + chunk, count) for start in starts]
     if threads == 1 or len(starts) < MIN_SHARED_CHUNKS:
-        for start in starts:
-            dequantize_chunk(start)
+        for start, end in zip(starts, ends, strict=True):
+            work(start, end)
     else:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(dequantize_chunk, starts))
-    return values
+            list(pool.map(work, starts, ends))
 
 
 def _codec(type: GGMLQuantizationType) -> Any:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shared.errors import ModelError
 from shared.gguf.header import Header, StoredTensor
 from shared.gguf.shapes import SHAPES
-from shared.gguf.tensor_data import QuantizedMatrix, check_type, read_quantized, read_tensor
+from shared.gguf.tensor_data import QuantizedMatrix, check_type, map_blocks, read_quantized, read_tensor
 
 ROPE_FACTORS = frozenset({"rope_freqs.weight"})
 CONFIG_TENSORS: dict[str, frozenset[str]] = {
@@ -47,6 +47,10 @@ class GGUFTensor(Struct, frozen=True):
         shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
         return shape[::-1] if self.transposed else shape
 
+    def map(self) -> NDArray[np.uint8]:
+        """Return the bytes of the file that the tensor is read from."""
+        return map_blocks(self.stored, self.expert)
+
     def read(self, threads: int = 1) -> NDArray[Any]:
         """Return the tensor as floats."""
         values = read_tensor(self.stored, self.expert, threads)
@@ -56,14 +60,14 @@ class GGUFTensor(Struct, frozen=True):
             values = values - np.float32(self.subtract)
         return values.T if self.transposed else values
 
-    def read_quantized(self) -> QuantizedMatrix | None:
+    def read_quantized(self, threads: int = 1) -> QuantizedMatrix | None:
         """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not read its type so.
 
         Outputs are in Hugging Face's order. They are the rows, even if Hugging Face's weight is transposed.
         """
         if self.subtract:
             return None
-        matrix = read_quantized(self.stored, self.expert)
+        matrix = read_quantized(self.stored, self.expert, threads)
         if matrix is None or not self.heads:
             return matrix
         order = halves_from_pairs(np.arange(len(matrix.quants)), self.heads)

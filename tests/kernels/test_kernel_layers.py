@@ -12,6 +12,7 @@ from kernels.cpu import extension
 from kernels.decoder_layers import LayerConfig
 from kernels.load import ops, reference
 from kernels.ops import Ops
+from kernels.quantized import FloatWeight
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -171,6 +172,32 @@ def test_a_field_that_only_one_side_knows_is_an_error() -> None:
         torch.classes.quire.DecoderLayers({**config, "other": 1})
     with pytest.raises(RuntimeError, match="the field eps is missing"):
         torch.classes.quire.DecoderLayers({name: value for name, value in config.items() if name != "eps"})
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(1,), (5, 40, 19), (32, 64), (33, 1, 200)])
+def test_parts_are_packed_as_their_concatenation(
+    sizes: tuple[int, ...], dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    """To the bit, from wherever they lie: rows of a larger tensor, a transpose, and overlapping windows."""
+    inputs = 300
+    parts = [rows(size, inputs, stored) for size in sizes]
+    parts[-1] = rows(inputs, sizes[-1], stored).T
+    parts[0] = rows(1, sizes[0] + inputs - 1, stored)[0].unfold(0, inputs, 1)
+    whole = torch.cat(parts).to(dtype)
+    assert torch.equal(reference().pack_linear(FloatWeight(dtype, parts)), whole)
+    ids, packed = torch.arange(len(whole)), OPS.pack_linear(FloatWeight(dtype, parts))
+    assert torch.equal(OPS.embedding(ids, packed), whole.float() if extension.load() else whole)
+    if extension.load():
+        padded = torch.cat((whole, whole.new_zeros(-len(whole) % 32, inputs)))
+        assert torch.equal(packed.panels, padded.view(-1, 32, inputs).transpose(1, 2))
+
+
+@pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
+def test_parts_of_different_widths_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="equally many inputs"):
+        OPS.pack_linear(FloatWeight(torch.float32, [torch.ones(4, 3), torch.ones(4, 2)]))
 
 
 @pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])

@@ -142,3 +142,42 @@ def test_huge_pages_leave_memory_as_it_was() -> None:
     numbers = torch.arange(5_000_000)
     assert cpu_tuning.use_huge_pages() % 2**21 == 0
     assert torch.equal(numbers, torch.arange(5_000_000))
+
+
+def has_huge_pages() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+HUGE = """
+from services.worker import cpu_tuning
+from pathlib import Path
+cpu_tuning.keep_freed_memory()
+cpu_tuning.allocate_huge_pages()
+import torch
+
+def anonymous(name="Anonymous"):
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+small = anonymous("AnonHugePages")
+kept = torch.ones(2**23)
+huge = anonymous("AnonHugePages") - small
+freed = [torch.ones(2**23), torch.ones(2**23)]
+last = torch.ones(2**23)  # without it, the end of the heap would be returned
+before = anonymous()
+del freed
+held = anonymous()
+cpu_tuning.return_freed_memory()
+print(huge, before - held, before - anonymous(), bool(kept.all()) and bool(last.all()))
+"""
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="there are no huge pages here")
+def test_large_tensors_are_made_in_huge_pages_and_freed_ones_returned() -> None:
+    done = subprocess.run([sys.executable, "-c", HUGE], check=True, capture_output=True, text=True)
+    huge, freed, returned, right = done.stdout.split()
+    assert int(huge) > 28 * 2**20  # of 32
+    assert int(freed) < 2**20  # steps would have to fetch it from the system again
+    assert int(returned) > 56 * 2**20  # of 64
+    assert right == "True"

@@ -1,58 +1,51 @@
-"""Tests how a worker measures the costs of a step, on a runner whose steps take what they are said to."""
+"""Tests how often the steps run that measure a worker's speed."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 
-from services.worker.interface import WorkerInfo
+from services.worker.interface import Runner
 from services.worker.models.causal_lm import ModelShape
 from services.worker.warmup import warm_up
-from shared.protocol import Configure, StepPlan, StepResult
+from shared.protocol import StepPlan
 
-SHAPE = ModelShape(architecture="Llama", num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=100, max_positions=1000)
+SHAPE = ModelShape(architecture="x", vocab_size=100, max_positions=1000, num_layers=1, num_kv_heads=1, head_dim=16)
 
 
-class Done(NamedTuple):
-    """A step that is done."""
-
+class Result(NamedTuple):
     seconds: float
-    plan: StepPlan
-    is_done: bool = True
-
-    def result(self) -> StepResult:
-        return StepResult(self.plan.epoch, self.plan.step, [], self.seconds)
 
 
-class TimedRunner:
-    """Takes `step` seconds for any step, and `token` more for each token; twice as long in every second step."""
+class Launched(NamedTuple):
+    seconds: float
+
+    def result(self) -> Result:
+        return Result(self.seconds)
+
+
+class ScriptedRunner:
+    """Says that a step takes some seconds, and more for each token."""
 
     def __init__(self, step: float, token: float) -> None:
-        self.counts: list[int] = []  # tokens of each step
         self._step, self._token = step, token
+        self.counts: list[int] = []
 
-    @property
-    def info(self) -> WorkerInfo:
-        raise NotImplementedError("nothing asks for it")
+    def configure(self, sizes: Any) -> None: ...
 
-    def configure(self, message: Configure) -> None:
-        pass
-
-    def launch(self, plan: StepPlan) -> Done:
-        self.counts.append(sum(row.count for row in plan.rows))
-        seconds = self._step + self.counts[-1] * self._token
-        return Done(seconds * (1 + len(self.counts) % 2), plan)
+    def launch(self, plan: StepPlan) -> Launched:
+        count = plan.rows[0].count
+        noise = 1 + 0.1 * (len(self.counts) % 2)  # every other step takes longer
+        self.counts.append(count)
+        return Launched((self._step + self._token * count) * noise)
 
 
-def test_the_best_of_a_few_steps_counts() -> None:
-    runner = TimedRunner(0.01, 0.001)
-    measured = warm_up(runner, SHAPE, torch.device("cpu"))
-    assert measured == pytest.approx((0.01, 0.001))
-    assert runner.counts == [128] * 4 + [1] * 3
-
-
-def test_a_large_model_is_measured_once() -> None:
-    runner = TimedRunner(0.5, 0.02)
-    measured = warm_up(runner, SHAPE, torch.device("cpu"))
-    assert measured == pytest.approx((0.5, 0.02), rel=0.02)
-    assert runner.counts == [128, 128, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("token", "prefills", "decodes"), [(1e-3, 4, 3), (3e-3, 3, 3), (1e-2, 2, 3)], ids=["fast", "slower", "slow"]
+)
+def test_long_steps_are_measured_less_often(token: float, prefills: int, decodes: int) -> None:
+    """The first step is not measured."""
+    runner = ScriptedRunner(0.01, token)
+    measured = warm_up(cast(Runner, runner), SHAPE, torch.device("cpu"))
+    assert runner.counts == [128] * prefills + [1] * decodes
+    assert measured.token_seconds == pytest.approx(token, rel=0.15)

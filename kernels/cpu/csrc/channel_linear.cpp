@@ -30,9 +30,9 @@
 #include <cmath>
 #include <vector>
 
-#include "dtypes.h"
 #include "int8.h"
 #include "matrix.h"
+#include "parts.h"
 #include "tiles.h"
 
 namespace quire {
@@ -274,37 +274,21 @@ void read_row(const T* row, int64_t stride, std::vector<float>& x) {
 // Returns the panels of the outputs of all parts, one after another.
 at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
     TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
-    TORCH_CHECK(!parts.empty(), "there must be a weight");
-    int64_t outputs = 0, inputs = parts[0].size(1);
-    for (const at::Tensor& part : parts) {
-        TORCH_CHECK(part.dim() == 2 && part.size(1) == inputs, "all parts must have the same number of inputs");
-        outputs += part.size(0);
-    }
+    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1);
     TORCH_CHECK(inputs % RECORD_INPUTS == 0, "inputs must be a multiple of ", RECORD_INPUTS);
     int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = panel_bytes(int(bits), inputs);
     at::Tensor packed = at::empty({panels, bytes}, at::kByte);
     uint8_t* data = packed.mutable_data_ptr<uint8_t>();
-    // a thread packs whole panels, which may have outputs of two parts
     at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
         std::vector<float> x(inputs);
         for (int64_t panel = from; panel < to; panel++) {
             uint8_t* panel_data = data + panel * bytes;
             std::fill_n(panel_data, bytes, 0);
-            int64_t first = 0;
-            for (const at::Tensor& part : parts) {
-                int64_t begin = std::max(panel * PANEL, first), end = std::min((panel + 1) * PANEL, first + part.size(0));
-                for_dtype(part.scalar_type(), [&](auto tag) {
-                    const auto* weights = static_cast<const decltype(tag)*>(part.const_data_ptr());
-                    for (int64_t n = begin; n < end; n++) {
-                        const auto* row = weights + (n - first) * part.stride(0);
-                        read_row(row, part.stride(1), x);
-                        int lane = int(n - panel * PANEL);
-                        bits == 8 ? pack_output<8>(x.data(), inputs, lane, panel_data)
-                                  : pack_output<4>(x.data(), inputs, lane, panel_data);
-                    }
-                });
-                first += part.size(0);
-            }
+            for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
+                read_row(row, stride, x);
+                bits == 8 ? pack_output<8>(x.data(), inputs, lane, panel_data)
+                          : pack_output<4>(x.data(), inputs, lane, panel_data);
+            });
         }
     });
     return packed;

@@ -5,12 +5,14 @@
 // and rows only.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "dtypes.h"
 #include "matrix.h"
+#include "parts.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -74,14 +76,42 @@ void panel_sums(const W* panel, int64_t inputs, const float* x, int64_t stride, 
     }
 }
 
-at::Tensor pack_linear(const at::Tensor& weight) {
-    int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + PANEL - 1) / PANEL;
-    at::Tensor padded = weight;
-    if (panels * PANEL != outputs) {
-        padded = weight.new_zeros({panels * PANEL, inputs});
-        padded.narrow(0, 0, outputs).copy_(weight);
+// Copies an output's inputs into its lane of a panel (in, 32), as numbers of another type.
+template <class T, class W>
+void pack_output(const T* row, int64_t stride, int64_t inputs, W* lane) {
+    for (int64_t k = 0; k < inputs; k++) {
+        if constexpr (std::is_same_v<T, W>)
+            lane[k * PANEL] = row[k * stride];
+        else
+            narrow(widen(row[k * stride]), lane[k * PANEL]);
     }
-    return padded.view({panels, PANEL, inputs}).transpose(1, 2).contiguous();
+}
+
+template <class W>
+void pack_panel(at::TensorList parts, int64_t panel, int64_t outputs, int64_t inputs, W* packed) {
+    for (int64_t first = 0; first < inputs; first += INPUT_TILE) {  // of a panel, which stay in the L1 cache
+        int64_t count = std::min(INPUT_TILE, inputs - first);
+        W* tile = packed + first * PANEL;
+        for (int64_t lane = outputs - panel * PANEL; lane < PANEL; lane++)
+            for (int64_t k = 0; k < count; k++) tile[k * PANEL + lane] = W{};
+        for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
+            pack_output(row + first * stride, stride, count, tile + lane);
+        });
+    }
+}
+
+// Returns the panels of the outputs of all parts, one after another.
+at::Tensor pack_linear(at::TensorList parts, at::ScalarType dtype) {
+    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1), panels = (outputs + PANEL - 1) / PANEL;
+    at::Tensor packed = at::empty({panels, inputs, PANEL}, dtype);
+    for_dtype(dtype, [&](auto tag) {
+        auto* data = static_cast<decltype(tag)*>(packed.mutable_data_ptr());
+        at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+            for (int64_t panel = from; panel < to; panel++)
+                pack_panel(parts, panel, outputs, inputs, data + panel * inputs * PANEL);
+        });
+    });
+    return packed;
 }
 
 void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y) {
@@ -120,7 +150,7 @@ void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t
 }
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-    m.def("pack_linear(Tensor weight) -> Tensor");
+    m.def("pack_linear(Tensor[] parts, ScalarType dtype) -> Tensor");
     m.def("packed_rows(Tensor packed, Tensor ids, Tensor(a!) y) -> ()");
     m.def("linear(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) y) -> ()");
 }

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "int8.h"
@@ -131,25 +132,38 @@ QuantPosition quant_position(int lane, int k) {
     return {k % 16 / 4 * 128 + column, k / 16 * 4};
 }
 
+// Packs the quants (32) of an output's group into its lane of a record, four at a time.
+template <int BITS>
+void pack_quants(const uint8_t* quants, int lane, uint8_t* record) {
+    for (int k = 0; k < QUANT_GROUP_SIZE * BITS / 8; k += 4) {
+        uint32_t four;
+        std::memcpy(&four, quants + k, 4);
+        if constexpr (BITS == 4) {
+            uint32_t high;
+            std::memcpy(&high, quants + QUANT_GROUP_SIZE / 2 + k, 4);
+            four |= high << 4;
+        }
+        std::memcpy(record + quant_position<BITS>(lane, k).byte, &four, 4);
+    }
+}
+
 template <int BITS, bool MINS>
 at::Tensor pack(const at::Tensor& quants, const at::Tensor& scales, const at::Tensor* mins) {
     int64_t outputs = quants.size(0), inputs = quants.size(1), groups = inputs / QUANT_GROUP_SIZE;
     int64_t panels = (outputs + PANEL - 1) / PANEL;
     using R = Record<BITS, MINS>;
-    at::Tensor packed = at::zeros({panels, groups, R::bytes}, at::kByte);
+    at::Tensor packed = at::empty({panels, groups, R::bytes}, at::kByte);
     uint8_t* records = packed.mutable_data_ptr<uint8_t>();
+    if (outputs % PANEL) std::fill_n(records + (panels - 1) * groups * R::bytes, groups * R::bytes, 0);
     const uint8_t* quant = quants.const_data_ptr<uint8_t>();
     const fp16* scale = static_cast<const fp16*>(scales.const_data_ptr());
     const fp16* min = MINS ? static_cast<const fp16*>(mins->const_data_ptr()) : nullptr;
-    at::parallel_for(0, outputs, 16, [&](int64_t from, int64_t to) {
-        for (int64_t n = from; n < to; n++)
+    at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+        for (int64_t n = from * PANEL; n < std::min(to * PANEL, outputs); n++)
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* record = records + ((n / PANEL) * groups + g) * R::bytes;
                 int lane = n % PANEL;
-                for (int k = 0; k < QUANT_GROUP_SIZE; k++) {
-                    auto [byte, shift] = quant_position<BITS>(lane, k);
-                    record[byte] |= quant[n * inputs + g * QUANT_GROUP_SIZE + k] << shift;
-                }
+                pack_quants<BITS>(quant + n * inputs + g * QUANT_GROUP_SIZE, lane, record);
                 fp16* tail = reinterpret_cast<fp16*>(record + R::quant_bytes);
                 tail[lane] = scale[n * groups + g];
                 if (MINS) tail[PANEL + lane] = min[n * groups + g];

@@ -43,16 +43,21 @@ class GGUFWeights:
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
         """Return the matrix (outputs, inputs) with its quants, or None if matmuls cannot use its format."""
-        matrix = self._tensors[name].read_quantized()
+        matrix = self._tensors[name].read_quantized(torch.get_num_threads())
         if matrix is None:
             return None
         quants, scales = torch.from_numpy(matrix.quants), torch.from_numpy(matrix.scales)
         mins = None if matrix.mins is None else torch.from_numpy(matrix.mins)
         return QuantizedWeight(matrix.bits, quants, scales, mins, matrix.zero_point)
 
+    def mapped(self, name: str) -> list[Tensor]:
+        """Return the bytes of the file that the tensor is read from."""
+        tensor = self._tensors[name]
+        with damage_as_model_error(tensor.stored):
+            return [torch.from_numpy(tensor.map())]
+
     def get_tensor(self, name: str) -> Tensor:
         """Return the tensor in its stored type, or in float32 if torch has no such type."""
         tensor = self._tensors[name]
         with damage_as_model_error(tensor.stored):
-            values = tensor.read(torch.get_num_threads())
-        return torch.from_numpy(values if values.flags.writeable else values.copy())
+            return torch.from_numpy(tensor.read(torch.get_num_threads()))

@@ -32,6 +32,10 @@ class Shard(Protocol):
 
     def get_tensor(self, name: str) -> Tensor: ...
 
+    def mapped(self, name: str) -> list[Tensor]:
+        """Return the parts of mapped files that the tensor called `name` is read from; none if it is in memory."""
+        ...
+
 
 class _PackedMatrix(NamedTuple):
     """A module's tensors, whose shapes fit each other."""
@@ -78,6 +82,11 @@ class PackedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return (outputs, inputs), even in families whose unquantised weights are transposed."""
         return self._matrices[name].shape
+
+    def mapped(self, name: str) -> list[Tensor]:
+        """Return what is mapped of the matrix's quants; its other tensors are small, or in memory."""
+        qweight = f"{name.removesuffix('.weight')}.qweight"
+        return self._tensors[qweight].mapped(qweight)
 
     @property
     def method(self) -> Literal["gptq", "awq"]:

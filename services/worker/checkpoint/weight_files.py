@@ -8,6 +8,7 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class WeightFiles:
         if self._format == "gguf":
             yield GGUFWeights(self._folder.config, self.paths)
             return
-        opener: Callable[[Path], Shard] = _open_safetensors if self._format == "safetensors" else _PickledShard
+        opener: Callable[[Path], Shard] = _SafetensorsShard if self._format == "safetensors" else _PickledShard
         yield from map(opener, self.paths)
 
     def _hide_packed_tensors(self, packed: PackedWeights) -> None:
@@ -107,12 +108,23 @@ class WeightFiles:
         shard = self._shards[name]
         return shard.get_quantized(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
 
+    def mapped(self, name: str) -> list[Tensor]:
+        """Return the parts of mapped files that the tensor called `name` is read from; none if it is in memory."""
+        with self._errors_named(name):
+            return self._shards[name].mapped(name)
+
     def get(self, name: str) -> Tensor:
         """Return the tensor called `name`."""
         if name not in self._shards:
             raise ModelError(f"{self.paths[0].parent}: tensor {name} is missing")
-        try:
+        with self._errors_named(name):
             return self._shards[name].get_tensor(name)
+
+    @contextmanager
+    def _errors_named(self, name: str) -> Iterator[None]:
+        """Raise a ModelError that names the tensor called `name` for an error of reading it within the block."""
+        try:
+            yield
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{self.paths[0].parent}: tensor {name} cannot be read: {error}") from error
 
@@ -124,10 +136,29 @@ def check_float(name: str, dtype: torch.dtype) -> None:
         raise ModelError(f"tensor {name} is of {dtype}: quantised weights are not supported (supported: {supported})")
 
 
-class _PickledShard:
+class _SafetensorsShard:
     def __init__(self, path: Path) -> None:
         try:
-            content = _load(path)
+            self._file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def mapped(self, name: str) -> list[Tensor]:
+        return [self.get_tensor(name)]
+
+
+class _PickledShard:
+    def __init__(self, path: Path) -> None:
+        self._is_mapped = True
+        try:
+            content = self._load(path)
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__  # torch adds a page of advice
             raise ModelError(f"{path} cannot be read: {reason}") from error
@@ -141,22 +172,17 @@ class _PickledShard:
     def get_tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def mapped(self, name: str) -> list[Tensor]:
+        return [self._tensors[name]] if self._is_mapped else []
 
-def _load(path: Path) -> Any:
-    def read(mmap: bool) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    def _load(self, path: Path) -> Any:
+        def read(mmap: bool) -> Any:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
-    try:
-        return read(mmap=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise
-        return read(mmap=False)  # written before torch 1.6: not a zip file, so it cannot be mapped
-
-
-def _open_safetensors(path: Path) -> Shard:
-    try:
-        shard: Shard = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return shard
+        try:
+            return read(mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            self._is_mapped = False  # written before torch 1.6: not a zip file, so it cannot be mapped
+            return read(mmap=False)

@@ -36,6 +36,11 @@ class ParameterSource:
     tensors: list[SourceTensor]
     transposed: bool = False  # the checkpoint has their transposes
 
+    @property
+    def elements(self) -> int:
+        """The number of elements of the parameter."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
     def stored_shape(self, tensor: SourceTensor) -> tuple[int, ...]:
         """Return the shape that the checkpoint must have for `tensor`."""
         shape = tensor.shape[::-1] if self.transposed else tensor.shape

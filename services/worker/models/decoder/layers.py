@@ -24,7 +24,7 @@ class Weights(Protocol):
         ...
 
     def load_matrix(self, name: str) -> Weight:
-        """Return a matrix, as `load` does. It may be quantised, so use it only in `pack_linear`."""
+        """Return a matrix for `pack_linear`, which must be called before anything else is loaded."""
         ...
 
 
