@@ -169,7 +169,8 @@ def test_eight_bits(kernels: Ops, heads: int, kv_heads: int, dim: int, block_siz
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
     case = make_case(kernels, rows, dtype=torch.int8, **shape)
     out = case.run()
-    assert_near(out, by_hand(case), torch.float32, 10_000)  # the CPU's kernels round queries and weights to 15 bits
+    expected = by_hand(case)
+    assert (out - expected).norm() < 5e-4 * expected.norm()  # the CPU's kernels round queries and weights to 15 bits
     exact = make_case(kernels, rows, **shape).run()
     assert 0 < (out - exact).norm() < 0.02 * exact.norm()
 
@@ -193,19 +194,18 @@ def test_eight_bits_of_a_vector_depend_on_it_alone(kernels: Ops) -> None:
         assert scales(cache)[1, 1, 2].isnan()
         assert torch.equal(quants[2, :, 3], torch.zeros(2, 10, dtype=torch.int8))
         assert scales(cache)[2, :, 3].tolist() == [0, 0]
-    assert storage[0, :, 2].count_nonzero() == 0
+    assert storage[0, 1, 2].count_nonzero() == 0
 
 
 def test_eight_bits_do_not_hide_what_is_not_finite(kernels: Ops) -> None:
     """Quants are integers, which have no NaN: scales must have it, of keys, values and queries."""
     case = make_case(kernels, [(20, 3), (0, 3), (299, 1)], dtype=torch.int8)
     case.q[5] = math.inf
-    blocks = case.tables[0, 22 // 4], case.tables[2, 2 // 4]
-    scales(case.values)[blocks[0], 0, 22 % 4] = math.nan
-    scales(case.keys)[blocks[1], 1, 2 % 4] = math.nan
-    broken = case.run().isnan().flatten(2).all(-1)
-    expected = torch.zeros(7, 6, dtype=torch.bool)
-    expected[2, :3] = expected[6, 3:] = expected[5] = True
+    scales(case.values)[case.tables[0, 1], 0, 2] = math.nan
+    scales(case.keys)[case.tables[2, 0], 1, 2] = math.nan
+    broken = case.run().isnan()
+    expected = torch.zeros(7, 6, 10, dtype=torch.bool)
+    expected[:3, :3] = expected[6, 3:] = expected[5] = True
     assert torch.equal(broken, expected)
 
 
@@ -218,7 +218,7 @@ def test_vectors_are_read_as_they_were_written(kernels: Ops, dtype: torch.dtype,
     new = torch.randint(-127, 128, (2, 64, 3, 21)).float()
     new[..., 0] = 127  # so that the scale is 1
     slots = torch.randperm(64)
-    kernels.write_kv(*new, keys, values, slots)
+    kernels.write_kv(*(new if has_scales(dtype) else new.to(dtype)), keys, values, slots)
     for got, expected in zip(layout.vectors(keys, values), new, strict=True):
         assert torch.equal(got.transpose(1, 2).flatten(0, 1)[slots].float(), expected)
     assert storage[0].count_nonzero() == 0

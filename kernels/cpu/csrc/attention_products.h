@@ -6,7 +6,8 @@
 //                     GPUs; without such an instruction, fused multiply-adds
 //   int8              exact products of bytes with numbers of 16 bits, to which queries and weights are rounded
 //
-// A vector has GROUP elements for each of sixteen lanes (kv_cache.h). A factor is GROUP numbers, the same for all lanes.
+// A vector has GROUP elements for each of sixteen lanes (kv_cache.h). A factor is GROUP numbers, the same for all
+// lanes.
 #pragma once
 
 #include <cmath>
@@ -24,11 +25,11 @@ struct QueryScale {
     int32_t offset;
 };
 
-// The numbers of `count` factors in memory are `count` Operands, and if they are quants, twice as many.
+// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers.
 template <class T>
 struct Products {
     using Operand = float;
-    static constexpr int OPERANDS = 1;  // for each factor
+    static constexpr int OPERANDS = 1;
     static constexpr int SUMS = 24;     // that fit into the registers beside the other operands
 
     struct Vector {

@@ -104,8 +104,8 @@ struct WideFactor {
     }
 };
 
-// Sixteen sums. Each product adds four to each lane. The instruction is written as assembly, since GCC 12 moves the sums
-// of the intrinsic to memory in loops.
+// Sixteen sums. Each product adds four to each lane. The instruction is written as assembly, since GCC 12 moves the
+// sums of the intrinsic to memory in loops.
 struct WideSum {
     __m512i low, high;
     static WideSum zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }

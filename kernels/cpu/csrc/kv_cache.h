@@ -16,10 +16,10 @@ enum class CacheType { float32, bfloat16, float16, int8 };
 template <class T>
 constexpr int GROUP = std::is_same_v<T, int8_t> ? 4 : std::is_same_v<T, bf16> ? 2 : 1;
 
-// For each block and kv head, keys are (padded_dim / g, slot, g) and values (slot / g, padded_dim, g), where `padded_dim`
-// is head_dim rounded up to a multiple of 16, and g is GROUP (in blocks of fewer slots, values have groups of
-// all its slots). An int8 cache has a float32 scale for each slot behind these quants, and keys as unsigned bytes, 128 more than the
-// quants.
+// For each block and kv head, keys are (padded_dim / g, slot, g) and values (slot / g, padded_dim, g), where
+// `padded_dim` is head_dim rounded up to a multiple of 16, and g is GROUP (in blocks of fewer slots, values have groups
+// of all its slots). An int8 cache has a float32 scale for each slot behind these quants, and keys as unsigned bytes,
+// 128 more than the quants.
 struct KVCache {
     void *keys, *values;
     CacheType type;
