@@ -56,9 +56,10 @@ def measure(model: str, dtype: torch.dtype, case: Case) -> tuple[float, float]:
     width = max(-(-(start + count) // BLOCK) for call in case.calls for start, count in call)
     layout = kernels.kv_layout(1, kv_heads, dim, BLOCK, dtype)
     keys, values = layout.views(layout.allocate(rows * width, torch.device("cpu")))[0]
-    slots = torch.arange(rows * width * BLOCK)
-    for part in slots.split(4096):
-        kernels.write_kv(*torch.randn(2, len(part), kv_heads, dim), keys, values, part)
+    for first in range(0, rows * width * BLOCK, 4096):
+        slots = torch.arange(first, min(first + 4096, rows * width * BLOCK))
+        new = torch.randn(2, len(slots), kv_heads, dim)
+        kernels.write_kv(new[0], new[1], keys, values, slots)
     tables = torch.randperm(rows * width, dtype=torch.int32).view(rows, width)
     prepared, operations = [], 0
     for call in case.calls:

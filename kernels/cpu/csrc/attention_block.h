@@ -173,10 +173,7 @@ void compute_scores(const typename Products<T>::Operand* queries, const QuerySca
     for (int n = 0; n < N; n++)
         for (int g = 0; g < G; g++) {
             F32x16 score = sums[n][g].scores(scales[n]);
-            if constexpr (is_quantized<T>) {
-                score = score * F32x16::load(segment.key_scale[group + g]);
-                if (PREFETCH && n == 0) prefetch(next.key_scale[group + g]);
-            }
+            if constexpr (is_quantized<T>) score = score * F32x16::load(segment.key_scale[group + g]);
             score.store(scores + n * SEGMENT + (group + g) * KEY_GROUP);
         }
 }
@@ -202,7 +199,7 @@ void add_bias_scores(const Problem& p, const float* factors, int first, int grou
 }
 
 // Sets acc (N, dim) to the sums over a range of keys of weight * value, for 16 V dimensions from `first` on. Prefetches
-// the second half of each group of the next segment's values.
+// the next segment's values.
 template <int N, int V, bool PREFETCH, class T>
 void sum_values(const typename Products<T>::Operand* weights, const float* scales, int dim, const Segment<T>& segment,
                 const Segment<T>& next, KeyRange keys, int first, float* acc) {
@@ -212,7 +209,7 @@ void sum_values(const typename Products<T>::Operand* weights, const float* scale
         for (int v = 0; v < V; v++) sums[n][v] = P::Sum::zero();
     auto vector = [&](int key, int v) {
         int64_t offset = key % KEY_GROUP * dim + (first + v * 16) * GROUP<T>;
-        if (PREFETCH && key % KEY_GROUP >= KEY_GROUP / 2) prefetch(next.value[key / KEY_GROUP] + offset);
+        if constexpr (PREFETCH) prefetch(next.value[key / KEY_GROUP] + offset);
         return P::Vector::load(segment.value[key / KEY_GROUP] + offset);
     };
     int key = keys.from;
@@ -268,17 +265,6 @@ float compute_weights(const float* scores, float maximum, KeyRange keys, KeyRang
     return reduce_sum(sums);
 }
 
-// Prefetches a part of the first half of each group of the next values, so that memory is busy during the softmax.
-template <class T>
-void prefetch_values(const Segment<T>& next, int dim, KeyRange keys, int part, int parts) {
-    constexpr int LINE = 64 / sizeof(T);
-    int lines = KEY_GROUP / 2 * dim / LINE, from = lines * part / parts, to = lines * (part + 1) / parts;
-    for (int g = keys.from / KEY_GROUP; g * KEY_GROUP < keys.to; g++) {
-        for (int line = from; line < to; line++) prefetch(next.value[g] + line * LINE);
-        if (is_quantized<T> && part == 0) prefetch(next.value_scale[g]);
-    }
-}
-
 // Adds a segment to the softmax of an item's N queries from `query` on.
 template <int N, bool PREFETCH, class T>
 void attend_block(const Problem& p, const WorkItem& item, const Segment<T>& segment, const Segment<T>& next, int query,
@@ -311,7 +297,6 @@ void attend_block(const Problem& p, const WorkItem& item, const Segment<T>& segm
     auto* weights = scratch.weights.data();
     for (int n = 0; n < N; n++) {
         KeyRange keys = visible(n);
-        if constexpr (PREFETCH) prefetch_values(next, dim, all, n, N);
         if constexpr (is_quantized<T>) scratch.value_scales.set(segment, keys);
         sum[n] = compute_weights<T>(scores + n * SEGMENT, maximum[n] == NEG_INF ? 0.0f : maximum[n], keys, all,
                                     scratch.value_scales.factors, weights + n * SEGMENT * P::OPERANDS);

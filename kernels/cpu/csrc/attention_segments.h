@@ -44,8 +44,7 @@ inline KeyRange visible_keys(const Problem& p, int position, int first) {
 template <class T>
 struct Segment {
     const T *key[SEGMENT_GROUPS], *value[SEGMENT_GROUPS];
-    // The scales of each key of a group, if they are quantised.
-    const float *key_scale[SEGMENT_GROUPS] = {}, *value_scale[SEGMENT_GROUPS] = {};
+    const float *key_scale[SEGMENT_GROUPS], *value_scale[SEGMENT_GROUPS];  // of each key of a group, if quantised
     int64_t key_stride;
     int first;  // the position of the first key
 };
@@ -79,8 +78,6 @@ struct TypedCache {
             if (g < from || g * KEY_GROUP >= end) {  // these are only prefetched
                 segment.key[g] = segment.key[from];
                 segment.value[g] = segment.value[from];
-                segment.key_scale[g] = segment.key_scale[from];
-                segment.value_scale[g] = segment.value_scale[from];
             }
         return segment;
     }
