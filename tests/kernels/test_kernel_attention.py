@@ -389,8 +389,10 @@ def test_sizes_of_the_layout(lanes: int, dtype: torch.dtype, size: int) -> None:
     assert layout.bytes_per_token == 3 * 2 * 2 * (max(4, lanes) * size + (4 if size == 1 else 0))
 
 
-def test_long_contexts_are_taken_in_segments(kernels: Ops) -> None:
-    case = make_case(kernels, [(250, 9), (700, 1), (511, 2), (255, 1)], heads=4, kv_heads=2, dim=8, block_size=16)
+@pytest.mark.parametrize("rows", [[(250, 9), (700, 1), (511, 2), (255, 1)], [(800, 1)]], ids=["many", "one"])
+def test_long_contexts_are_taken_in_segments(kernels: Ops, rows: list[tuple[int, int]]) -> None:
+    """Threads share the segments of a context if there are few rows, and merge them."""
+    case = make_case(kernels, rows, heads=4, kv_heads=2, dim=8, block_size=16)
     assert_near(case.run(), by_hand(case), torch.float32, 700)
     assert_near(case.run(window=300), by_hand(case, window=300), torch.float32, 700)
 
