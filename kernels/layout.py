@@ -3,8 +3,10 @@
     storage: (layer, K or V, block, kv head, slot in the block, dim), one allocation for all layers
 
 Heads come before slots, so that one head's part of a block is contiguous. Kernels may need another order within such
-a part: with `keys_transposed`, keys are (dim, slot), and with `lanes`, dim is padded with zeros to a multiple of it.
-Only the strides of `views` show this, never their shapes.
+a part. With `lanes`, dim is padded with zeros to a multiple of it. With `grouped`, as many elements as fill a lane of 4
+bytes lie side by side (of float16 one): keys are (dim / group, slot, group), values (slot / group, dim, group), in
+groups of all slots if a block has fewer. There, keys of int8 are unsigned, 128 more than the quants. What `views`
+returns is then for kernels only; `vectors` reads it.
 
 In a cache of int8 or float8_e4m3fn, each vector (of a token and a head) is quantised with its own scale. The scales of
 a head's part of a block are stored after its quants, so they are copied, shared and counted with the block. `scales`
@@ -29,6 +31,9 @@ SCALE_DTYPE = torch.float32
 LARGEST_QUANTS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The types of quants, and the largest quant of each. A vector's scale is its largest number divided by that."""
 
+GROUPS = {torch.int8: 4, torch.bfloat16: 2}
+"""The elements of a group, of types that have more than one."""
+
 
 def has_scales(dtype: torch.dtype) -> bool:
     """Return whether a cache of `dtype` holds quants, with a scale for each vector."""
@@ -44,7 +49,7 @@ class KVLayout:
     head_dim: int
     block_size: int  # positions
     dtype: torch.dtype
-    keys_transposed: bool = False
+    grouped: bool = False
     lanes: int = 1
 
     @property
@@ -78,16 +83,32 @@ class KVLayout:
         return torch.from_numpy(memory[start : start + size]).view(self.dtype).view(shape)
 
     def views(self, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return (K, V) of each layer, both (block, kv_head, slot, head_dim), sharing `storage`'s memory."""
-        shape = (storage.shape[2], self.num_kv_heads, self.block_size, self.head_dim)
+        """Return (K, V) of each layer, both (block, kv_head, slot, head_dim), sharing `storage`'s memory.
+
+        If the layout is grouped, they are (block, kv_head, slot, padded_dim) and have their elements as memory has.
+        """
+        dim = self.padded_dim if self.grouped else self.head_dim
+        shape = (storage.shape[2], self.num_kv_heads, self.block_size, dim)
         head = self.block_size * self._vector_size
-        outer, rows, columns = (self.num_kv_heads * head, head), (self.padded_dim, 1), (1, self.block_size)
+        strides = (self.num_kv_heads * head, head, self.padded_dim, 1)
 
-        def view(part: Tensor, inner: tuple[int, int]) -> Tensor:
+        def view(part: Tensor) -> Tensor:
             # `scales` reads the strides; without `as_strided`, torch may choose others for dimensions of size 1.
-            return part.as_strided(shape, (*outer, *inner), part.storage_offset())
+            return part.as_strided(shape, strides, part.storage_offset())
 
-        return [(view(keys, columns if self.keys_transposed else rows), view(values, rows)) for keys, values in storage]
+        return [(view(keys), view(values)) for keys, values in storage]
+
+    def vectors(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the elements of two views as (block, kv_head, slot, head_dim): copies, if the layout is grouped."""
+        if not self.grouped:
+            return keys, values
+        group = GROUPS.get(self.dtype, 1)
+        key_groups = keys.reshape(*keys.shape[:2], -1, self.block_size, group).transpose(2, 3)
+        value_groups = values.reshape(*values.shape[:2], -1, self.padded_dim, min(group, self.block_size))
+        ordered = (key_groups.reshape(keys.shape), value_groups.transpose(3, 4).reshape(values.shape))
+        if self.dtype == torch.int8:
+            ordered = ordered[0] ^ -128, ordered[1]
+        return ordered[0][..., : self.head_dim], ordered[1][..., : self.head_dim]
 
 
 def scales(view: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.batch_rows import BatchRows
 from kernels.kv_bias import KVBias
 
-TILE = 64  # positions that the kernel processes at once; equal to TILE in csrc/attention.cpp
+TILE = 64  # positions of a tile of angles; equal to ANGLE_TILE in csrc/attention.cpp
 
 
 class AttentionPlan(NamedTuple):

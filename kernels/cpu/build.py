@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu.extension import FLAGS, LIBRARIES, SOURCES, instruction_set, library
+from kernels.cpu.extension import DIGEST, FLAGS, LIBRARIES, SOURCES, instruction_set, library
 
 COMPILER = os.environ.get("CXX", "c++")
 
@@ -61,7 +61,7 @@ def build(name: str) -> Path:
         partial = target.with_suffix(".partial")
         # OpenMP is not linked: torch has loaded a copy with its symbols, and there must be no second.
         _run(COMPILER, "-shared", *objects, "-o", str(partial), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
-    for old in LIBRARIES.glob(f"quire_{name}_*.so"):
+    for old in LIBRARIES.glob(f"quire_{name}_{'?' * DIGEST}.so"):
         old.unlink()
     partial.replace(target)
     return target

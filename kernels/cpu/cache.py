@@ -1,7 +1,7 @@
 """Storing keys and values in the paged cache: csrc/elementwise.cpp.
 
-Keys are stored with the position as the last dimension, so that the scores of sixteen keys are computed at once. The
-head's dimension is padded to a multiple of 16.
+Keys are stored in groups of dimensions with the positions side by side, so that the scores of sixteen keys are computed
+at once, and values in groups of positions. The head's dimension is padded to a multiple of 16.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kernels.layout import KVLayout
 
 def kv_layout(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> KVLayout:
     """Return the layout that the kernels read; `block_size` is a multiple of 16, or divides 16."""
-    return KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, keys_transposed=True, lanes=16)
+    return KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, grouped=True, lanes=16)
 
 
 def write_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

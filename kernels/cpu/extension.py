@@ -15,14 +15,19 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
+DIGEST = 12  # characters of a library's name
 
-FLAGS = {  # the compiler's flags for each instruction set, the best first
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", *_AVX2)
+
+REQUIRED_FEATURES = {  # of each instruction set, by their names in /proc/cpuinfo, the best set first
+    "avx512_bf16": {"avx512_bf16", *_AVX512},
+    "avx512": {*_AVX512},
+    "avx2": {*_AVX2},
 }
-REQUIRED_FEATURES = {  # by their names in /proc/cpuinfo
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
+FLAGS = {  # the compiler's flags for each
+    name: tuple(f"-m{feature.replace('_', '')}" for feature in sorted(features))
+    for name, features in REQUIRED_FEATURES.items()
 }
 
 
@@ -59,7 +64,7 @@ def library(name: str) -> Path:
     digest = hashlib.sha256(f"{torch.__version__} {' '.join(FLAGS[name])}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    return LIBRARIES / f"quire_{name}_{digest.hexdigest()[:12]}.so"
+    return LIBRARIES / f"quire_{name}_{digest.hexdigest()[:DIGEST]}.so"
 
 
 def _processor_flags() -> set[str]:

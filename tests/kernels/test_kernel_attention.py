@@ -37,12 +37,12 @@ class Case:
     offsets: Tensor
     starts: Tensor
     tables: Tensor
-    block_size: int
+    layout: KVLayout
 
     def run(self, **options: Any) -> Tensor:
         heads = self.keys.shape[1]
         rows = BatchRows.of(self.offsets, self.starts)
-        plan = self.ops.plan_attention(rows, self.tables, block_size=self.block_size, num_kv_heads=heads)
+        plan = self.ops.plan_attention(rows, self.tables, block_size=self.layout.block_size, num_kv_heads=heads)
         return self.ops.paged_attention(self.q, self.keys, self.values, plan, scale=0.3, **options)
 
 
@@ -64,8 +64,8 @@ def make_case(
     layout = ops.kv_layout(1, kv_heads, dim, block_size, dtype)
     keys, values = layout.views(layout.allocate(pool.numel(), torch.device("cpu")))[0]
     float_dtype = torch.float32 if has_scales(dtype) else dtype
-    for cache in (keys, values):
-        (scales(cache) if has_scales(dtype) else cache).fill_(math.nan)
+    nothing = torch.full((pool.numel() * block_size, kv_heads, dim), math.nan, dtype=float_dtype)
+    ops.write_kv(nothing, nothing, keys, values, torch.arange(len(nothing)))
     for row, (start, count) in enumerate(rows):
         new = torch.randn(start + count, 2, kv_heads, dim).to(float_dtype)
         slots = flat_slots(pool, torch.full((start + count,), row), torch.arange(start + count), block_size)
@@ -79,25 +79,38 @@ def make_case(
         torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
         torch.tensor([start for start, _ in rows]),
         pool.int(),
-        block_size,
+        layout,
     )
 
 
-def read(cache: Tensor) -> Tensor:
-    return cache.float() * scales(cache)[..., None] if has_scales(cache.dtype) else cache
+def read(case: Case) -> tuple[Tensor, Tensor]:
+    """Return the numbers that a case's keys and values stand for, (block, kv head, slot, dim)."""
+    keys, values = case.layout.vectors(case.keys, case.values)
+    if has_scales(keys.dtype):
+        return keys.float() * scales(case.keys)[..., None], values.float() * scales(case.values)[..., None]
+    return keys, values
 
 
-def by_hand(case: Case, *, window: int = 0, softcap: float = 0.0, only: Sequence[int] | None = None) -> Tensor:
+def by_hand(
+    case: Case,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    only: Sequence[int] | None = None,
+    vectors: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the attention in float64, over `vectors`, or else the keys and values of the cache."""
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     shared = case.q.shape[1] // case.keys.shape[1]
-    keys, values = read(case.keys), read(case.values)
+    keys, values = vectors or read(case)
     for row in range(len(case.starts)):
         for token in range(case.offsets[row], case.offsets[row + 1]):
             if only is not None and token not in only:
                 continue
             position = int(case.starts[row] + token - case.offsets[row])
             first = max(0, position - window + 1) if window else 0
-            places = [(case.tables[row, j // case.block_size], j % case.block_size) for j in range(first, position + 1)]
+            size = case.layout.block_size
+            places = [(case.tables[row, j // size], j % size) for j in range(first, position + 1)]
             for head in range(case.q.shape[1]):
                 kv = head // shared
                 scores = [0.3 * case.q[token, head].double() @ keys[b, kv, o].double() for b, o in places]
@@ -133,9 +146,14 @@ def test_shapes(kernels: Ops, heads: int, kv_heads: int, dim: int, block_size: i
     assert_near(case.run(), by_hand(case), torch.float32, 40)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"),
+    [(1, 1, 7, 1), (6, 2, 10, 4), (4, 4, 64, 8), (7, 1, 33, 2), (9, 3, 64, 16), (8, 1, 20, 32)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(kernels: Ops, dtype: torch.dtype) -> None:
-    case = make_case(kernels, [(2, 1), (0, 5), (30, 1)], dtype=dtype)
+def test_half_precision(kernels: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    rows = [(2, 1), (0, 5), (30, 1), (255, 2)]
+    case = make_case(kernels, rows, dtype=dtype, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
     out = case.run()
     assert out.dtype == dtype
     assert_near(out, by_hand(case), dtype)
@@ -143,14 +161,16 @@ def test_half_precision(kernels: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"), [(1, 1, 7, 1), (6, 3, 10, 4), (9, 3, 64, 16), (8, 1, 20, 32)]
+    ("heads", "kv_heads", "dim", "block_size"),
+    [(1, 1, 7, 1), (6, 3, 10, 4), (9, 3, 64, 16), (8, 1, 20, 32), (5, 1, 33, 2), (4, 4, 128, 8)],
 )
 def test_eight_bits(kernels: Ops, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
     rows = [(2, 1), (0, 35), (300, 1)]
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
     case = make_case(kernels, rows, dtype=torch.int8, **shape)
     out = case.run()
-    assert_near(out, by_hand(case), torch.float32, 300)
+    expected = by_hand(case)
+    assert (out - expected).norm() < 5e-4 * expected.norm()  # the CPU's kernels round queries and weights to 15 bits
     exact = make_case(kernels, rows, **shape).run()
     assert 0 < (out - exact).norm() < 0.02 * exact.norm()
 
@@ -164,17 +184,56 @@ def test_eight_bits_of_a_vector_depend_on_it_alone(kernels: Ops) -> None:
     slots = torch.tensor([3, 4, 0, 11, 6])
     kernels.write_kv(new, -new, keys, values, slots)
     kernels.copy_blocks(storage, torch.tensor([1]), torch.tensor([0]))
-    for cache, sign in ((keys, 1), (values, -1)):
+    for cache, quants, sign in zip((keys, values), layout.vectors(keys, values), (1, -1), strict=True):
         largest = new.abs().amax(-1)
         expected = (sign * new / largest[..., None] * 127).round().nan_to_num().to(torch.int8)
         for token in (1, 4):
             for block in (0, 1):
-                assert torch.equal(cache[block, 0, slots[token] % 4], expected[token, 0])
+                assert torch.equal(quants[block, 0, slots[token] % 4], expected[token, 0])
                 assert scales(cache)[block, 0, slots[token] % 4] == largest[token, 0] / 127
         assert scales(cache)[1, 1, 2].isnan()
-        assert torch.equal(cache[2, :, 3], torch.zeros(2, 10, dtype=torch.int8))
+        assert torch.equal(quants[2, :, 3], torch.zeros(2, 10, dtype=torch.int8))
         assert scales(cache)[2, :, 3].tolist() == [0, 0]
-    assert storage[0, :, 2].count_nonzero() == 0
+    assert storage[0, 1, 2].count_nonzero() == 0
+
+
+def test_eight_bits_do_not_hide_what_is_not_finite(kernels: Ops) -> None:
+    """Quants are integers, which have no NaN: scales must have it, of keys, values and queries."""
+    case = make_case(kernels, [(20, 3), (0, 3), (299, 1)], dtype=torch.int8)
+    case.q[5] = math.inf
+    scales(case.values)[case.tables[0, 1], 0, 2] = math.nan
+    scales(case.keys)[case.tables[2, 0], 1, 2] = math.nan
+    broken = case.run().isnan()
+    expected = torch.zeros(7, 6, 10, dtype=torch.bool)
+    expected[:3, :3] = expected[6, 3:] = expected[5] = True
+    assert torch.equal(broken, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32])
+def test_vectors_are_read_as_they_were_written(kernels: Ops, dtype: torch.dtype, block_size: int) -> None:
+    layout = kernels.kv_layout(num_layers=2, num_kv_heads=3, head_dim=21, block_size=block_size, dtype=dtype)
+    storage = layout.allocate(64 // block_size, torch.device("cpu"))
+    keys, values = layout.views(storage)[1]
+    new = torch.randint(-127, 128, (2, 64, 3, 21)).float()
+    new[..., 0] = 127  # so that the scale is 1
+    slots = torch.randperm(64)
+    kernels.write_kv(*(new if has_scales(dtype) else new.to(dtype)), keys, values, slots)
+    for got, expected in zip(layout.vectors(keys, values), new, strict=True):
+        assert torch.equal(got.transpose(1, 2).flatten(0, 1)[slots].float(), expected)
+    assert storage[0].count_nonzero() == 0
+
+
+def test_memory_of_groups() -> None:
+    """csrc/kv_cache.h has the same layout."""
+    layout = KVLayout(1, 1, 6, 8, torch.int8, grouped=True, lanes=8)
+    keys, values = layout.views(layout.allocate(1, torch.device("cpu")))[0]
+    for view in (keys, values):
+        view.copy_(torch.arange(64, dtype=torch.int8).view(view.shape))
+    got_keys, got_values = layout.vectors(keys, values)
+    assert got_keys.shape == got_values.shape == (1, 1, 8, 6)
+    assert got_keys[0, 0, 3].tolist() == [number - 128 for number in (12, 13, 14, 15, 44, 45)]
+    assert got_values[0, 0, 5].tolist() == [33, 37, 41, 45, 49, 53]
 
 
 def test_float8_of_the_reference() -> None:
@@ -231,13 +290,15 @@ def test_biases_that_the_cache_lacks(
     table = torch.outer(torch.arange(310.0), torch.cat((frequencies, frequencies)))
     angles = kernels.pack_angles(table.cos(), table.sin()) if pairs else None
     out = case.run(bias=bias, angles=angles, **options)
+    keys, values = (vectors.clone() for vectors in read(case))
     for row, (start, count) in enumerate(rows):
         for position in range(start + count):
-            block, offset = case.tables[row, position // case.block_size], position % case.block_size
+            size = case.layout.block_size
+            block, offset = case.tables[row, position // size], position % size
             for head in range(2):
-                case.keys[block, head, offset] += rotated(bias.keys[head], position, frequencies).float()
-                case.values[block, head, offset] += bias.values[head]
-    assert_near(out, by_hand(case, **options), torch.float32, 300)
+                keys[block, head, offset] += rotated(bias.keys[head], position, frequencies).float()
+                values[block, head, offset] += bias.values[head]
+    assert_near(out, by_hand(case, vectors=(keys, values), **options), torch.float32, 300)
 
 
 @pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
@@ -302,9 +363,10 @@ def test_write_then_read(kernels: Ops) -> None:
     fused = torch.randn(5, 6, 5)
     keys, values = layout.views(storage)[1]
     kernels.write_kv(fused[:, 3:], fused[:, :3], keys, values, slots)
+    stored_keys, stored_values = layout.vectors(keys, values)
     for token, slot in enumerate(slots.tolist()):
-        assert torch.equal(keys[slot // 4, :, slot % 4], fused[token, 3:])
-        assert torch.equal(values[slot // 4, :, slot % 4], fused[token, :3])
+        assert torch.equal(stored_keys[slot // 4, :, slot % 4], fused[token, 3:])
+        assert torch.equal(stored_values[slot // 4, :, slot % 4], fused[token, :3])
     assert storage[0].count_nonzero() == 0
     assert storage[1].count_nonzero() == fused.numel()
 
@@ -327,8 +389,10 @@ def test_sizes_of_the_layout(lanes: int, dtype: torch.dtype, size: int) -> None:
     assert layout.bytes_per_token == 3 * 2 * 2 * (max(4, lanes) * size + (4 if size == 1 else 0))
 
 
-def test_long_contexts_are_taken_in_segments(kernels: Ops) -> None:
-    case = make_case(kernels, [(250, 9), (700, 1), (511, 2), (255, 1)], heads=4, kv_heads=2, dim=8, block_size=16)
+@pytest.mark.parametrize("rows", [[(250, 9), (700, 1), (511, 2), (255, 1)], [(800, 1)]], ids=["many", "one"])
+def test_long_contexts_are_taken_in_segments(kernels: Ops, rows: list[tuple[int, int]]) -> None:
+    """Threads share the segments of a context if there are few rows, and merge them."""
+    case = make_case(kernels, rows, heads=4, kv_heads=2, dim=8, block_size=16)
     assert_near(case.run(), by_hand(case), torch.float32, 700)
     assert_near(case.run(window=300), by_hand(case, window=300), torch.float32, 700)
 

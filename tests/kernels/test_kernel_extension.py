@@ -56,6 +56,8 @@ def test_a_cpu_does_without_triton() -> None:
 
 def test_avx2_is_for_processors_without_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = extension.REQUIRED_FEATURES["avx512"] | extension.REQUIRED_FEATURES["avx2"]
+    monkeypatch.setattr(extension, "_processor_flags", lambda: flags | {"avx512_bf16"})
+    assert extension.instruction_set() == "avx512_bf16"
     monkeypatch.setattr(extension, "_processor_flags", lambda: flags)
     assert extension.instruction_set() == "avx512"
     monkeypatch.setattr(extension, "_processor_flags", lambda: flags - {"avx512_vnni"})
@@ -67,6 +69,19 @@ def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: py
     (tmp_path / "changed.cpp").write_text("")
     monkeypatch.setattr(extension, "SOURCES", tmp_path)
     assert extension.library("avx2") != before
+
+
+def test_a_build_removes_earlier_libraries_of_its_own_instruction_set_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One instruction set's name begins with another's."""
+    monkeypatch.setattr(extension, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(build, "_run", lambda *argv: Path(argv[argv.index("-o") + 1]).touch())
+    for name in ("avx512_bf16", "avx512", "avx2", "avx512"):
+        (tmp_path / f"quire_{name}_{'0' * extension.DIGEST}.so").touch()
+        build.build(name)
+    assert set(tmp_path.iterdir()) == {extension.library(name) for name in ("avx512_bf16", "avx512", "avx2")}
 
 
 def test_without_a_compiler_nothing_is_built_and_that_is_said(

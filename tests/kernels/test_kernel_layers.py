@@ -88,6 +88,7 @@ def test_rotate_and_store(implementation: Ops, dim: int, rotated: int, dtype: to
     )
     assert q.dtype == dtype
     assert_near(q, expected[:, :5], dtype, 4)
+    keys, values = layout.vectors(keys, values)
     assert_near(keys[slots // 4, :, slots % 4], expected[:, 5:7], dtype, 4)
     assert torch.equal(values[slots // 4, :, slots % 4], qkv[:, 7:])
     assert torch.equal(qkv, before)

@@ -127,6 +127,7 @@ def test_linear(shape: tuple[int, int]) -> None:
         (3, {"softcap": 5.0}, torch.float16),
         (1, {"softcap": 5.0, "window": 40}, torch.float32),
         (3, {}, torch.int8),
+        (1, {}, torch.bfloat16),
         (1, {"window": 70}, torch.int8),
     ],
 )
@@ -159,14 +160,18 @@ def test_attention(dim: int, kv_heads: int, options: dict[str, float], dtype: to
             assert torch.equal(attend(start, count, others), whole[start : start + count])
 
 
-@pytest.mark.parametrize(("dim", "kv_heads"), [(64, 3), (128, 1), (256, 2)])
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "dtype"),
+    [(64, 3, torch.int8), (64, 3, torch.bfloat16), (128, 1, torch.float32), (256, 2, torch.float32)],
+)
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 300}], ids=["plain", "softcap", "window"])
-def test_attention_over_long_contexts(dim: int, kv_heads: int, options: dict[str, float]) -> None:
+def test_attention_over_long_contexts(dim: int, kv_heads: int, dtype: torch.dtype, options: dict[str, float]) -> None:
     """There are more keys than the matrix library sums in one go; chunks end elsewhere, neighbours are longer."""
     chooser = random.Random(dim)
     torch.manual_seed(dim)
-    layout = OPS.kv_layout(1, kv_heads, dim, 16, torch.float32)
-    keys, values = layout.views(layout.allocate(90, torch.device("cpu")).normal_())[0]
+    layout = OPS.kv_layout(1, kv_heads, dim, 16, dtype)
+    keys, values = layout.views(layout.allocate(90, torch.device("cpu")))[0]
+    OPS.write_kv(*torch.randn(2, 1440, kv_heads, dim), keys, values, torch.arange(1440))
     q = torch.randn(1440, 6, dim)
     table = torch.randperm(90)[None]
 
@@ -199,7 +204,7 @@ def test_norms_and_activations() -> None:
     def rotate_and_store(rows: slice) -> Tensor:
         qkv, slots, norms = x[rows].view(-1, 9, 64), positions[rows], (weight[:64], weight[64:128])
         q = OPS.rotate_and_store(qkv, *cache, slots, positions=slots, cos_sin=cos_sin, norms=norms)
-        return torch.cat((q, *(part[slots // 16, :, slots % 16] for part in cache)), 1)
+        return torch.cat((q, *(part[slots // 16, :, slots % 16] for part in layout.vectors(*cache))), 1)
 
     operations = {
         "rms_norm": lambda rows: OPS.rms_norm(x[rows], weight, 1e-5),

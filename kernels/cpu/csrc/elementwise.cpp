@@ -6,6 +6,8 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "elementwise.h"
 #include "simd.h"
@@ -39,15 +41,16 @@ void store_partial(F32x16 x, float* p, int count) {
     std::copy_n(lanes, count, p);
 }
 
-// Stores x (count) in elements of `out` that are `stride` apart. Floats have no scale.
+// Sets `out` (count) to x in the type of the cache. Floats have no scale.
 template <class T>
-void store(const float* x, int64_t count, T* out, int64_t stride, float*) {
-    for (int64_t d = 0; d < count; d++) narrow(x[d], out[d * stride]);
+float convert(const float* x, int64_t count, T* out) {
+    for (int64_t d = 0; d < count; d++) narrow(x[d], out[d]);
+    return 0;
 }
 
-// Stores x (count) as int8 quants, the largest of which is 127 or -127, and their scale, which is NaN if x is not
-// finite.
-void store(const float* x, int64_t count, int8_t* out, int64_t stride, float* scale) {
+// Sets `out` to x as int8 quants, the largest of which is 127 or -127, and returns their scale, which is NaN if x is not
+// finite. Writes whole vectors.
+float convert(const float* x, int64_t count, int8_t* out) {
     F32x16 max_lanes = F32x16::zero(), nan_lanes = F32x16::zero(), limit = F32x16::set(127.0f);
     for_each_vector(count, [&](int64_t i, int n) {
         F32x16 value = load_partial(x + i, n);
@@ -58,27 +61,46 @@ void store(const float* x, int64_t count, int8_t* out, int64_t stride, float* sc
     bool tiny = max_abs < 1e-30f;  // its inverse would overflow
     F32x16 inverse = F32x16::set(tiny ? 0.0f : 127.0f / max_abs);
     for_each_vector(count, [&](int64_t i, int n) {
-        int8_t quants[16];
-        max(min(load_partial(x + i, n) * inverse, limit), F32x16::zero() - limit).store(quants);
-        for (int d = 0; d < n; d++) out[(i + d) * stride] = quants[d];
+        max(min(load_partial(x + i, n) * inverse, limit), F32x16::zero() - limit).store(out + i);
     });
-    *scale = (tiny ? 0.0f : max_abs / 127.0f) + reduce_sum(nan_lanes);
+    return (tiny ? 0.0f : max_abs / 127.0f) + reduce_sum(nan_lanes);
+}
+
+// Stores a key and a value of one head in a slot. `k` and `v` are that head's part of a block, `row` (padded_dim) is
+// overwritten.
+template <class T>
+void store(const float* key, const float* value, int64_t count, const KVCache& cache, int64_t slot, T* k, T* v,
+           T* row) {
+    int64_t dim = cache.padded_dim, block_size = cache.block_size;
+    float key_scale = convert(key, count, row);
+    std::fill(row + count, row + dim, T{});
+    for (int64_t d = 0; d < dim; d += GROUP<T>) {
+        if constexpr (std::is_same_v<T, int8_t>)
+            for (int64_t i = d; i < d + GROUP<T>; i++) row[i] ^= int8_t(0x80);
+        std::memcpy(k + cache.key_index<T>(slot, d), row + d, GROUP<T> * sizeof(T));
+    }
+    float value_scale = convert(value, count, row);
+    T* first = v + cache.value_index<T>(slot, 0);
+    for (int64_t d = 0; d < count; d++) first[d * cache.value_group<T>()] = row[d];
+    if constexpr (std::is_same_v<T, int8_t>) {
+        reinterpret_cast<float*>(k + dim * block_size)[slot] = key_scale;
+        reinterpret_cast<float*>(v + dim * block_size)[slot] = value_scale;
+    }
 }
 
 template <class T>
 void write(HeadVectors keys, HeadVectors values, int64_t tokens, int64_t head_dim, const KVCache& cache,
            const int64_t* slots) {
-    int64_t heads = cache.kv_heads, dim = cache.padded_dim, block_size = cache.block_size;
+    int64_t heads = cache.kv_heads, block_size = cache.block_size;
     T *k = static_cast<T*>(cache.keys), *v = static_cast<T*>(cache.values);
-    at::parallel_for(0, tokens, grain_size(heads * dim), [&](int64_t from, int64_t to) {
+    at::parallel_for(0, tokens, grain_size(heads * cache.padded_dim), [&](int64_t from, int64_t to) {
+        std::vector<T> row(cache.padded_dim);
         for (int64_t t = from; t < to; t++)
             for (int64_t h = 0; h < heads; h++) {
-                int64_t start = (slots[t] / block_size * heads + h) * cache.head_stride(), slot = slots[t] % block_size;
-                auto scale = [&](T* head) { return reinterpret_cast<float*>(head + dim * block_size) + slot; };
+                int64_t start = (slots[t] / block_size * heads + h) * cache.head_stride();
                 const float* key = keys.data + t * keys.token_stride + h * keys.head_stride;
                 const float* value = values.data + t * values.token_stride + h * values.head_stride;
-                store(key, head_dim, k + start + slot, block_size, scale(k + start));
-                store(value, head_dim, v + start + slot * dim, 1, scale(v + start));
+                store(key, value, head_dim, cache, slots[t] % block_size, k + start, v + start, row.data());
             }
     });
 }

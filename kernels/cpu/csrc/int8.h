@@ -113,4 +113,104 @@ struct I32x16 {
 
 #endif
 
+// Products of bytes and of numbers of 16 bits, in rows of `count` numbers: `store_signed` and `store_unsigned` write
+// sixteen of a row, and WideFactor loads four for all lanes. A row takes 2 * count bytes.
+constexpr float MAX_SIGNED = 16256.0f;    // larger numbers would overflow a sum of 512 products
+constexpr float MAX_UNSIGNED = 32767.0f;  // and larger ones a sum of 512 products, too
+
+#if defined(__AVX512VNNI__)
+
+// The row's low bytes come first, then its high bytes. Low bytes of signed numbers are signed, too.
+inline void store_signed(F32x16 x, int8_t* row, int64_t count, int64_t first) {
+    __m512i numbers = _mm512_cvtps_epi32(x.v);
+    __m512i high = _mm512_srai_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + first), _mm512_cvtepi32_epi8(numbers));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + count + first), _mm512_cvtepi32_epi8(high));
+}
+inline void store_unsigned(F32x16 x, int8_t* row, int64_t count, int64_t first) {
+    __m512i numbers = _mm512_cvtps_epi32(x.v);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + first), _mm512_cvtepi32_epi8(numbers));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + count + first),
+                     _mm512_cvtepi32_epi8(_mm512_srli_epi32(numbers, 8)));
+}
+
+struct WideFactor {
+    __m512i low, high;
+    static WideFactor load(const int8_t* row, int64_t count, int64_t first) {
+        int32_t l, h;
+        std::memcpy(&l, row + first, 4);
+        std::memcpy(&h, row + count + first, 4);
+        return {_mm512_set1_epi32(l), _mm512_set1_epi32(h)};
+    }
+};
+
+// Sixteen sums. Each product adds four to each lane. The instruction is written as assembly, since GCC 12 moves the
+// sums of the intrinsic to memory in loops.
+struct WideSum {
+    __m512i low, high;
+    static WideSum zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+    static void add(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+        __m512i in_register = sum;  // of an operand itself GCC would keep an array in memory
+        asm("vpdpbusd %2, %1, %0" : "+v"(in_register) : "v"(unsigned_bytes), "v"(signed_bytes));
+        sum = in_register;
+    }
+    void add_unsigned_bytes(U8x64 bytes, WideFactor signed_factor) {
+        add(low, bytes.v, signed_factor.low);
+        add(high, bytes.v, signed_factor.high);
+    }
+    void add_signed_bytes(U8x64 bytes, WideFactor unsigned_factor) {
+        add(low, unsigned_factor.low, bytes.v);
+        add(high, unsigned_factor.high, bytes.v);
+    }
+    F32x16 minus(int32_t x) const {
+        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+        return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(x)))};
+    }
+};
+
+#else
+
+// The row is of int16.
+inline void store_signed(F32x16 x, int8_t* row, int64_t, int64_t first) {
+    __m256i numbers = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * first), _mm256_permute4x64_epi64(numbers, 0b11011000));
+}
+inline void store_unsigned(F32x16 x, int8_t* row, int64_t count, int64_t first) { store_signed(x, row, count, first); }
+
+struct WideFactor {
+    __m256i even, odd;  // numbers 0 and 2, and 1 and 3
+    static WideFactor load(const int8_t* row, int64_t, int64_t first) {
+        int64_t four;
+        std::memcpy(&four, row + 2 * first, 8);
+        __m256i all = _mm256_set1_epi64x(four);
+        return {_mm256_shuffle_epi8(all, _mm256_set1_epi32(0x05040100)),
+                _mm256_shuffle_epi8(all, _mm256_set1_epi32(0x07060302))};
+    }
+};
+
+struct WideSum {
+    __m256i lo, hi;
+    static WideSum zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+    static void add(__m256i& sum, __m256i even, __m256i odd, WideFactor factor) {
+        __m256i left = _mm256_madd_epi16(even, factor.even), right = _mm256_madd_epi16(odd, factor.odd);
+        sum = _mm256_add_epi32(sum, _mm256_add_epi32(left, right));
+    }
+    void add_unsigned_bytes(U8x64 bytes, WideFactor factor) {
+        __m256i mask = _mm256_set1_epi16(0xff);
+        add(lo, _mm256_and_si256(bytes.lo, mask), _mm256_srli_epi16(bytes.lo, 8), factor);
+        add(hi, _mm256_and_si256(bytes.hi, mask), _mm256_srli_epi16(bytes.hi, 8), factor);
+    }
+    void add_signed_bytes(U8x64 bytes, WideFactor factor) {
+        auto even = [](__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); };
+        add(lo, even(bytes.lo), _mm256_srai_epi16(bytes.lo, 8), factor);
+        add(hi, even(bytes.hi), _mm256_srai_epi16(bytes.hi, 8), factor);
+    }
+    F32x16 minus(int32_t x) const {
+        __m256i y = _mm256_set1_epi32(x);
+        return {_mm256_cvtepi32_ps(_mm256_sub_epi32(lo, y)), _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, y))};
+    }
+};
+
+#endif
+
 }  // namespace quire

@@ -17,19 +17,17 @@ CacheType cache_type(const at::Tensor& cache) {
 }  // namespace
 
 KVCache kv_cache(const at::Tensor& keys, const at::Tensor& values) {
-    int64_t heads = keys.size(1), block_size = keys.size(2), padded_dim = values.stride(2);
+    int64_t heads = keys.size(1), block_size = keys.size(2), padded_dim = keys.size(3);
     KVCache cache{keys.data_ptr(), values.data_ptr(), cache_type(keys), int(heads), int(block_size), int(padded_dim)};
     int64_t head_stride = cache.head_stride();
-    auto has_strides = [&](const at::Tensor& tensor, int64_t slot, int64_t dimension) {
-        return tensor.stride(2) == slot && tensor.stride(3) == dimension && tensor.size(2) == block_size &&
+    auto has_layout = [&](const at::Tensor& tensor) {
+        return tensor.sizes() == keys.sizes() && tensor.scalar_type() == keys.scalar_type() &&
+               tensor.stride(3) == 1 && tensor.stride(2) == padded_dim &&
                (heads == 1 || tensor.stride(1) == head_stride) &&
                (tensor.size(0) == 1 || tensor.stride(0) == heads * head_stride);
     };
-    TORCH_CHECK(has_strides(keys, 1, block_size), "keys must be stored as (block, kv head, dim, slot)");
-    TORCH_CHECK(has_strides(values, padded_dim, 1) && values.scalar_type() == keys.scalar_type(),
-                "values must be stored as (block, kv head, slot, dim), in the type of the keys");
-    TORCH_CHECK(padded_dim % 16 == 0 && padded_dim >= values.size(3),
-                "the head's dimension must be padded to a multiple of 16");
+    TORCH_CHECK(has_layout(keys) && has_layout(values), "keys and values must have the layout of this processor");
+    TORCH_CHECK(padded_dim % 16 == 0, "the head's dimension must be padded to a multiple of 16");
     return cache;
 }
 

@@ -50,6 +50,13 @@ struct F32x16 {
         __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
     }
+    // Load the even, or the odd ones of 32 numbers.
+    static F32x16 load_even(const bf16* p) {
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+    }
+    static F32x16 load_odd(const bf16* p) {
+        return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
+    }
     static F32x16 load(const fp16* p) {
         return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
     }
@@ -85,6 +92,11 @@ struct F32x16 {
     }
     // Returns v * 2^n, for whole n.
     F32x16 ldexp(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
+    // Adds the integers of `bits`, shifted to the place of a float's exponent.
+    F32x16 add_to_exponent(F32x16 bits) const {
+        __m512i shifted = _mm512_slli_epi32(_mm512_castps_si512(bits.v), 23);
+        return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), shifted))};
+    }
     // Return a bit for each lane, the lowest for the first.
     uint32_t lanes_at_least(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_GE_OQ); }
     uint32_t lanes_equal(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_EQ_OQ); }
@@ -113,6 +125,19 @@ struct F32x16 {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
         };
         return {half(p), half(p + 8)};
+    }
+    static F32x16 load_even(const bf16* p) {
+        auto half = [](const bf16* q) {
+            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), 16));
+        };
+        return {half(p), half(p + 16)};
+    }
+    static F32x16 load_odd(const bf16* p) {
+        auto half = [](const bf16* q) {
+            __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+            return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000))));
+        };
+        return {half(p), half(p + 16)};
     }
     static F32x16 load(const fp16* p) {
         const __m128i* q = reinterpret_cast<const __m128i*>(p);
@@ -172,6 +197,13 @@ struct F32x16 {
         };
         return {_mm256_mul_ps(lo, power(n.lo)), _mm256_mul_ps(hi, power(n.hi))};
     }
+    F32x16 add_to_exponent(F32x16 bits) const {
+        auto add = [](__m256 x, __m256 y) {
+            __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(y), 23);
+            return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), shifted));
+        };
+        return {add(lo, bits.lo), add(hi, bits.hi)};
+    }
     template <int relation>
     static uint32_t lanes(F32x16 a, F32x16 b) {
         uint32_t low = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, relation));
@@ -220,6 +252,21 @@ inline F32x16 exp(F32x16 x) {
     for (float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         y = fma(y, r, F32x16::set(coefficient));
     return y.ldexp(n).zero_where_below(x, -87.0f);
+}
+
+// Returns 2^x for x <= 127, off by about one unit in the last place. At -127 and below, and for -inf, it is exactly 0;
+// 2^0 is exactly 1, and NaN stays. It is 2^n times a polynomial on [-0.5, 0.5], whose largest relative error is least.
+// Adding 1.5 * 2^23 rounds to the whole number n, and leaves it in the sum's low bits.
+inline F32x16 exp2(F32x16 x) {
+    const F32x16 rounder = F32x16::set(12582912.0f);
+    x = max(F32x16::set(-127.0f), x);  // in this order of arguments NaN stays
+    F32x16 rounded = x + rounder;
+    F32x16 r = x - (rounded - rounder);
+    F32x16 y = F32x16::set(1.326472731307149e-3f);
+    for (float coefficient :
+         {9.671512991189957e-3f, 5.550733581185341e-2f, 0.24022242426872253f, 0.6931470036506653f, 1.0f})
+        y = fma(y, r, F32x16::set(coefficient));
+    return y.add_to_exponent(rounded);
 }
 
 }  // namespace quire
