@@ -218,7 +218,8 @@ def test_vectors_are_read_as_they_were_written(kernels: Ops, dtype: torch.dtype,
     new = torch.randint(-127, 128, (2, 64, 3, 21)).float()
     new[..., 0] = 127  # so that the scale is 1
     slots = torch.randperm(64)
-    kernels.write_kv(*(new if has_scales(dtype) else new.to(dtype)), keys, values, slots)
+    stored = new if has_scales(dtype) else new.to(dtype)
+    kernels.write_kv(stored[0], stored[1], keys, values, slots)
     for got, expected in zip(layout.vectors(keys, values), new, strict=True):
         assert torch.equal(got.transpose(1, 2).flatten(0, 1)[slots].float(), expected)
     assert storage[0].count_nonzero() == 0

@@ -171,7 +171,8 @@ def test_attention_over_long_contexts(dim: int, kv_heads: int, dtype: torch.dtyp
     torch.manual_seed(dim)
     layout = OPS.kv_layout(1, kv_heads, dim, 16, dtype)
     keys, values = layout.views(layout.allocate(90, torch.device("cpu")))[0]
-    OPS.write_kv(*torch.randn(2, 1440, kv_heads, dim), keys, values, torch.arange(1440))
+    new = torch.randn(2, 1440, kv_heads, dim)
+    OPS.write_kv(new[0], new[1], keys, values, torch.arange(1440))
     q = torch.randn(1440, 6, dim)
     table = torch.randperm(90)[None]
 
