@@ -1,7 +1,9 @@
 """Compare narrower types with float32, on fixed texts: Kullback-Leibler divergence, agreement of the likeliest token.
 
 Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, it compares the
-model's distribution over the next token in float32 with that in each other precision. The embedded model's weights are
+model's distribution over the next token in float32 with that in each other precision. For the first token of an answer
+to each of 200 chat prompts, it takes the largest error of the log-probabilities of the 20 likeliest tokens, the most
+that the API reports, and prints its maximum and its mean. The embedded model's weights are
 those of a GGUF file (4 bits and a head of 8), so a row `auto` differs from float32 by its activations and cache alone,
 and one that rounds weights rounds them a second time.
 
@@ -40,6 +42,18 @@ TEXTS = (
     "In the morning the old fisherman went down to the harbour, untied his boat, and rowed out past the lighthouse to "
     "where the water was deep and cold and the gulls no longer followed him.",
 )
+SUBJECTS = (
+    "the tides", "bread", "the French Revolution", "photosynthesis", "chess", "black holes", "prime numbers", "jazz",
+    "volcanoes", "the stock market", "bees", "electric cars", "Mozart", "vaccines", "the Silk Road", "recursion",
+    "earthquakes", "tea", "the human heart", "glaciers",
+)  # fmt: skip
+QUESTIONS = (
+    "Explain {} to a child.", "What is the most important fact about {}?", "Write a short poem about {}.",
+    "Name three books about {}.", "Why do people care about {}?", "Can {} be dangerous? Answer yes or no.",
+    "Translate the words '{}' into German.", "When did people first write about {}?", "Give me a quiz on {}.",
+    "Summarise what is known of {} in one sentence.",
+)  # fmt: skip
+TOP_LOGPROBS = 20
 PRECISIONS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
     {"dtype": "float32", "kv_cache_dtype": "int8"},
@@ -67,15 +81,25 @@ def precisions(model: str) -> None:
     """Print the distance of each precision of `model` from float32."""
     tokenizer = Tokenizer.load(locate(model))
     texts = [tokenizer.encode(text) for text in TEXTS]
-    exact = distributions(model, texts, {"dtype": "float32"})
-    print(f"{len(exact)} positions\n\n| precision | KL, mean | KL, largest | the same likeliest token |")
-    print("|---|---|---|---|")
+    questions = [question.format(subject) for subject in SUBJECTS for question in QUESTIONS]
+    chats = [
+        tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in questions
+    ]
+    exact, exact_answers = distributions(model, texts, {"dtype": "float32"}, chats)
+    print(f"{len(exact)} positions, {len(chats)} chat prompts\n")
+    print("| precision | KL, mean | KL, largest | the same likeliest token | first token: largest error | mean |")
+    print("|---|---|---|---|---|---|")
+    likeliest = exact_answers.topk(TOP_LOGPROBS).indices
     for settings in PRECISIONS:
-        narrow = distributions(model, texts, settings)
+        narrow, answers = distributions(model, texts, settings, chats)
         divergence = (exact.exp() * (exact - narrow)).sum(-1)
         agree = (narrow.argmax(-1) == exact.argmax(-1)).float().mean()
+        errors = (answers - exact_answers).gather(-1, likeliest).abs().amax(-1)
         name = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
-        print(f"| `{name}` | {divergence.mean():.1e} | {divergence.max():.1e} | {agree:.1%} |", flush=True)
+        cells = (
+            f"{divergence.mean():.1e} | {divergence.max():.1e} | {agree:.1%} | {errors.max():.2f} | {errors.mean():.3f}"
+        )
+        print(f"| `{name}` | {cells} |", flush=True)
 
 
 def key_biases() -> None:
@@ -88,7 +112,7 @@ def key_biases() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 tokens = [save_biased(Path(folder), size, seed)]
                 best = {
-                    cache: distributions(folder, tokens, {"dtype": "float32", "kv_cache_dtype": cache}).argmax(-1)
+                    cache: distributions(folder, tokens, {"dtype": "float32", "kv_cache_dtype": cache})[0].argmax(-1)
                     for cache in ("float32", *caches)
                 }
             for cache in caches:
@@ -113,18 +137,20 @@ def save_biased(folder: Path, size: float, seed: int) -> Sequence[int]:
 
 
 @torch.inference_mode()
-def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str, str]) -> Tensor:
-    """Return log-probabilities (positions of all texts, V)."""
+def distributions(
+    model: str, texts: Sequence[Sequence[int]], settings: dict[str, str], prompts: Sequence[Sequence[int]] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (positions of all texts, V), and those of what follows each prompt (prompts, V)."""
     device = torch.device("cpu")
     kernels = ops(device)
     loaded = load_model(locate(model), WorkerConfig(model=model, device="cpu", **settings), device, kernels)
-    shape, longest = loaded.model.shape, max(map(len, texts))
+    shape, longest = loaded.model.shape, max(map(len, [*texts, *prompts]))
     blocks = -(-longest // BLOCK)
     layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, loaded.precision.kv_dtype)
     storage = layout.allocate(blocks, device)
     epoch = Epoch(boot_id="accuracy", count=1)
-    logprobs = []
-    for text in texts:
+    logprobs: list[Tensor] = []
+    for text in [*texts, *prompts]:
         sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
         state = SequenceStates(sizes, shape.vocab_size, device)
         loaded.model.prepare_positions(blocks * BLOCK + 1)
@@ -135,8 +161,9 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
         changes.apply(kernels)
         inputs = prepare_inputs(rows, len(text), state, layout.num_kv_heads, kernels)
         hidden = loaded.model.forward(inputs, layout.views(storage))
-        logprobs.append(loaded.model.logits(hidden).log_softmax(-1))
-    return torch.cat(logprobs)
+        wanted = hidden if len(logprobs) < len(texts) else hidden[-1:]
+        logprobs.append(loaded.model.logits(wanted).log_softmax(-1))
+    return torch.cat(logprobs[: len(texts)]), torch.cat(logprobs[len(texts) :] or [torch.empty(0, shape.vocab_size)])
 
 
 if __name__ == "__main__":
