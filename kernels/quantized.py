@@ -58,7 +58,7 @@ class FloatWeight(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """The outputs of all parts, and the inputs."""
-        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+        return _joined_shape(self.parts)
 
     def joined(self) -> Tensor:
         """Return a copy of the weight (out, in)."""
@@ -72,7 +72,7 @@ class RoundedWeight(NamedTuple):
     """A weight of floats that `pack_linear` rounds: to 8 bits with a scale for each output, or to 4 bits.
 
     `in` is a multiple of QUANT_GROUP_SIZE. With 4 bits, each output is rounded to 8 bits, and each group of its inputs
-    again, to a multiple of a whole step (QServe: Lin et al., 2024). Parts may be memory maps of files.
+    again, with a whole scale and a whole min (QServe: Lin et al., 2024). Parts may be memory maps of files.
     """
 
     bits: int
@@ -81,7 +81,11 @@ class RoundedWeight(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """The outputs of all parts, and the inputs."""
-        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+        return _joined_shape(self.parts)
+
+
+def _joined_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
+    return sum(len(part) for part in parts), parts[0].shape[1]
 
 
 def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Paged attention in float32: csrc/attention.cpp. `kv_layout` (cache.py) defines the layout of the caches."""
+"""Paged attention in the type of the cache: csrc/attention.cpp. `kv_layout` (cache.py) defines the caches' layout."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.batch_rows import BatchRows
 from kernels.kv_bias import KVBias
 
-TILE = 64  # positions of a tile of angles; equal to ANGLE_TILE in csrc/attention.cpp
+TILE = 64  # positions of a tile of angles; equal to ANGLE_TILE in csrc/attention_block.h
 
 
 class AttentionPlan(NamedTuple):

@@ -14,7 +14,7 @@ from kernels.cpu.linear import PackedChannelWeight, PackedQuantizedWeight, Packe
 from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
 
 ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
-PANEL = 32  # outputs of a panel; in a feed-forward block, they are one group of inputs of the second GEMM
+PANEL = 32  # outputs of a panel; inner sizes of feed-forward blocks are multiples of it
 
 Caches = Sequence[tuple[Tensor, Tensor]]
 Tables = Sequence[tuple[Tensor, Tensor]]

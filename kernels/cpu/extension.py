@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
-DIGEST = 12  # characters of a library's name
+DIGEST = 12  # characters of the digest in a library's name
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", *_AVX2)

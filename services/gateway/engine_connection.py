@@ -1,11 +1,11 @@
 """`EngineConnection`: a gateway's connection to one engine, and the requests that run there.
 
-One task, `run`, owns the socket. While it is open, the event loop calls `_read` when messages have come. That reads a
-bounded number of them in each turn of the loop, so that clients are served in between, and passes their rows to the
-requests. No task has to be woken for it. An engine is lost when its connection ends, when it is
-overdue, when it reads no more messages, when it sends something that is not a message, or when it has dropped this
-gateway. Then its requests are told, so that they go on elsewhere, and a new socket is opened under a new identity. The
-old one is closed with what is queued in it.
+One task, `run`, owns the socket. While it is open, the event loop calls `_read_from_loop` when messages have come.
+That reads a bounded number of them in each turn of the loop, so that clients are served in between, and passes their
+rows to the requests. No task has to be woken for it. An engine is lost when its connection ends, when it is overdue,
+when it reads no more messages, when it sends something that is not a message, or when it has dropped this gateway.
+Then its requests are told, so that they go on elsewhere, and a new socket is opened under a new identity. The old one
+is closed with what is queued in it.
 """
 
 import asyncio
@@ -134,6 +134,8 @@ class EngineConnection:
         self._loss = ""  # why this connection has to end
         self._loop = asyncio.get_running_loop()
         self._check_due = asyncio.Event()  # whether this connection may have to end
+        self._will_read = False  # in the loop's next turn
+        self._failure: Exception | None = None  # of a read by the loop
 
     def registered_name(self) -> str:
         """Return the name by which the engine knows this gateway, or '' until a status shows that it does."""
@@ -277,7 +279,7 @@ class EngineConnection:
     async def _receive(self, socket: "zmq.Socket[bytes]", monitor: Monitor) -> str:
         """Handle messages until the engine is lost. Return the reason."""
         descriptors = [int(one.getsockopt(zmq.FD)) for one in (socket, monitor.socket)]
-        for descriptor, callback in zip(descriptors, (self._read, self._check_due.set), strict=True):
+        for descriptor, callback in zip(descriptors, (self._read_from_loop, self._check_due.set), strict=True):
             self._loop.add_reader(descriptor, callback)
         try:
             return await self._watch(monitor)
@@ -293,6 +295,8 @@ class EngineConnection:
                 async with asyncio.timeout(CHECK_INTERVAL):
                     await self._check_due.wait()
             self._check_due.clear()
+            if self._failure is not None:
+                raise self._failure
             woken = time.monotonic()
             more = self._read()  # what has come counts, even if the loop could not read it in time
             if not more and monitor.drain():
@@ -316,8 +320,26 @@ class EngineConnection:
         overdue = self._liveness.failure(now, short_of_cpu=self._short_of_cpu(now))
         return f"it has been {overdue}" if overdue else ""
 
+    def _read_from_loop(self) -> None:
+        """Read, and keep an error for `_watch` to raise: the event loop would log it and go on without the message."""
+        try:
+            self._read()
+        except Exception as error:
+            self._failure = error
+            self._check_due.set()
+
+    def _read_soon(self) -> None:
+        """Read in the loop's next turn. However often this is called, that is once a turn."""
+        if not self._will_read:
+            self._will_read = True
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._will_read = False
+        self._read_from_loop()
+
     def _read(self) -> bool:
-        """Handle the messages that have come, up to a bound. Return whether to go on in the loop's next turn."""
+        """Handle the messages that have come, up to a bound. Return whether more are read in the loop's next turn."""
         for _ in range(MAX_MESSAGES):
             if self._socket is None or not has_message(self._socket):
                 return False
@@ -329,7 +351,7 @@ class EngineConnection:
                 self._losses.count_drop(self.name, DropReason.MALFORMED)
                 self._lose(MALFORMED)
                 return False
-        self._loop.call_soon(self._read)
+        self._read_soon()
         return True
 
     def _handle(self, message: SchedulerToGateway) -> None:
@@ -395,7 +417,7 @@ class EngineConnection:
         except zmq.Again:
             self._lose("it does not read")
         if has_message(self._socket):  # and maybe the descriptor says so no more
-            self._loop.call_soon(self._read)
+            self._read_soon()
 
     def _lose(self, reason: str) -> None:
         """Have this connection end soon."""

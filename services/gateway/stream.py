@@ -177,7 +177,7 @@ class _StreamWriter:
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
         self._loop = asyncio.get_running_loop()
-        self._unwritten = b""  # until the loop's next turn
+        self._unwritten: list[bytes] = []  # until the loop's next turn
         self._chunked = False  # whether the library has chosen the chunked encoding, which HTTP/1.0 has not
 
     async def open(self, generations: list[Generation]) -> None:
@@ -217,10 +217,8 @@ class _StreamWriter:
             for choice, fields in self._encoder.openings(first_choice + index, generation)
         )
         while True:
-            data = opening
-            for update in updates:
-                data += self._update(first_choice + update.sample, generation, update)
-            if data:
+            events = (self._update(first_choice + update.sample, generation, update) for update in updates)
+            if data := opening + b"".join(events):
                 await self._write(self._events(data))
             if generation.text.finished:
                 return
@@ -267,14 +265,14 @@ class _StreamWriter:
             raise ConnectionResetError("the client has left")
         if not self._unwritten:
             self._loop.call_soon(self._flush)
-        self._unwritten += b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        self._unwritten.append(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         if self._request.protocol.writing_paused:
             await self._request.writer.drain()
 
     def _flush(self) -> None:
-        data, self._unwritten, transport = self._unwritten, b"", self._request.transport
-        if data and transport is not None:
-            transport.write(data)
+        chunks, self._unwritten, transport = self._unwritten, [], self._request.transport
+        if chunks and transport is not None:
+            transport.write(b"".join(chunks))
 
     def _events(self, data: bytes) -> bytes:
         """Return the bytes to write for `data`, which is whole events."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Protocol
 from msgspec import Meta, Struct
 
 from services.scheduler.core import Limits, check_settings, fit_model_len
+from services.scheduler.core.step_time import MIN_SHARE
 from shared.config import (
     CPU_PREFILL_TOKENS,
     MAX_NUM_SEQS,
@@ -142,7 +143,7 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=_tokens_of_largest_step(config, worker),
+        max_num_batched_tokens=_max_num_batched_tokens(config, worker),
         max_step_seconds=_max_step_ms(config, worker) / 1000,
         max_model_len=fit_model_len(requested, num_blocks, config.block_size),
         max_queued_requests=config.max_num_queued_reqs,
@@ -160,12 +161,14 @@ def _max_step_ms(config: SchedulerConfig, worker: WorkerCapacity) -> float:
     return CPU_STEP_MS if worker.device.startswith("cpu") else 0.0
 
 
-def _tokens_of_largest_step(config: SchedulerConfig, worker: WorkerCapacity) -> int:
+def _max_num_batched_tokens(config: SchedulerConfig, worker: WorkerCapacity) -> int:
     """Return the tokens that a step may have. If unset, a machine that is fast for its model takes more than others."""
     tokens = tokens_of_largest_step(config.max_num_batched_tokens, config.max_num_seqs, worker.device)
     if config.max_num_batched_tokens is not None:
         return tokens
-    fitting = int(min(_max_step_ms(config, worker) / 1000 / max(worker.token_seconds, 1e-9), MAX_PREFILL_TOKENS))
+    # the least cost of a token that `StepTime` believes, too
+    token_seconds = max(worker.token_seconds, MIN_SHARE * worker.step_seconds, 1e-9)
+    fitting = int(min(_max_step_ms(config, worker) / 1000 / token_seconds, MAX_PREFILL_TOKENS))
     return max(tokens, config.max_num_seqs + fitting // CPU_PREFILL_TOKENS * CPU_PREFILL_TOKENS)
 
 

@@ -21,7 +21,7 @@ from services.scheduler.core import Limits
 from shared.errors import ConfigError
 from shared.protocol import VERSION, Epoch, StepPlan, StepResult, Submit, encode
 
-MAGIC = b"quire record 1\n"
+MAGIC = b"quire record 2\n"
 LENGTH_BYTES = 4
 
 

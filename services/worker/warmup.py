@@ -5,6 +5,7 @@ predicts the time of a step from two numbers that are measured here: its fixed c
 Those of `kernel_plans` come after it was configured, so that a GPU's kernels are compiled for these sizes by then.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -71,22 +72,24 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
         again = StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)])
         return runner.launch(again).result().seconds
 
-    prefill, decode = _least(lambda: seconds(0, count)), _least(lambda: seconds(count - 1, 1))
+    prefill, decode = _fastest(lambda: seconds(0, count), _ENOUGH_SECONDS), _fastest(lambda: seconds(count - 1, 1))
     token_seconds = max((prefill - decode) / (count - 1), _MIN_SECONDS)
     step_seconds = max(decode - token_seconds, _MIN_SECONDS)
     return Measurements(step_seconds, token_seconds)
 
 
-def _least(measure: Callable[[], float]) -> float:
-    """Return the least of a few measured times. Long ones vary little, and a large model's would delay the start."""
+def _fastest(measure: Callable[[], float], enough: float = math.inf) -> float:
+    """Return the least of a few measured times. None is measured after `enough` seconds: long ones vary little, and a
+    large model's would delay the start.
+    """
     times = [measure()]
-    while len(times) < _REPEATS and sum(times) < _ENOUGH_SECONDS:
+    while len(times) < _REPEATS and sum(times) < enough:
         times.append(measure())
     return min(times)
 
 
 def largest_sizes(config: WorkerConfig, shape: ModelShape, device: torch.device) -> Configure:
-    """Return the sizes that the scheduler will choose at most, with a single block of KV."""
+    """Return the sizes that the scheduler will choose at most on a GPU, with a single block of KV."""
     max_model_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
     tokens = tokens_of_largest_step(config.max_num_batched_tokens, config.max_num_seqs, device.type)
     return Configure(

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from services.scheduler.core.step_time import LEARNING_RATE, MAX_ERROR, StepTime
+from services.scheduler.core.step_time import LEARNING_RATE, MAX_ERROR, MIN_SHARE, StepTime
 
 
 def _measured(step: float = 0.02, token: float = 0.003) -> StepTime:
@@ -70,3 +70,16 @@ def test_no_cost_is_ever_negative_or_lost() -> None:
     for _ in range(5000):
         time.observe(chance.randint(0, 64), chance.randint(0, 512), chance.choice([1e-9, 1e-4, 1.0, 1e9]))
         assert min(time.step, time.row, time.token) > 0
+
+
+def test_steps_that_always_have_prompts_correct_the_other_costs_too() -> None:
+    """The worker was slow for a while, and then every step has a prompt. A token must not come to cost nothing."""
+    time = StepTime()
+    time.restart(0.02, 0.001)
+    for _ in range(30):
+        time.observe(16, 0, 0.12)
+    for _ in range(10_000):
+        time.observe(16, 20, 0.06)
+    assert time.predict(16, 20) == pytest.approx(0.06, rel=0.1)
+    assert time.token >= MIN_SHARE * time.step
+    assert (time.positions_within(0.1, 16) or 0) < 1000

@@ -209,6 +209,21 @@ def test_eight_bits_do_not_hide_what_is_not_finite(kernels: Ops) -> None:
     assert torch.equal(broken, expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("position", [255, 299])
+def test_a_key_that_is_not_finite_shows_however_segments_are_shared(kernels: Ops, threads: int, position: int) -> None:
+    """One segment of two has it in its last lane, the other one has finite results."""
+    case = make_case(kernels, [(299, 1)], dtype=torch.int8)
+    block, slot = divmod(position, case.layout.block_size)
+    scales(case.keys)[case.tables[0, block], :, slot] = math.nan
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert case.run().isnan().all()
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32])
 def test_vectors_are_read_as_they_were_written(kernels: Ops, dtype: torch.dtype, block_size: int) -> None:

@@ -203,6 +203,17 @@ def test_an_activation_that_is_no_number_spoils_its_row_alone() -> None:
     assert not out[[0, 1, 3, 4]].isnan().any()
 
 
+@pytest.mark.parametrize("unpacked", [weight(40, 64, 4, True), RoundedWeight(4, [torch.randn(40, 64)])])
+def test_activations_may_be_almost_zero(unpacked: QuantizedWeight | RoundedWeight) -> None:
+    """The inverses of their scales are no float32 numbers."""
+    packed = OPS.pack_linear(unpacked)
+    for size in (1e-36, 1e-37, 1e-38, 1e-45):
+        for rows in (1, 9):
+            x = torch.full((rows, 64), size)
+            x[0, 3] = 1e-33
+            assert OPS.linear(x, packed, None).abs().max() < 1e-29
+
+
 def test_stacking() -> None:
     parts = [weight(rows, 64, bits, mins, seed=rows) for rows, (bits, mins) in enumerate(FORMATS, 3)]
     for number in range(1, 5):

@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "attention_block.h"
@@ -82,8 +83,10 @@ void attend_segment(const Problem& p, const WorkItem& item, const Segment<T>& se
 
 // Results of the segments of items that share a context, to be merged: (segments of the item's queries, queries).
 struct Partials {
-    std::vector<float> maximum, sum, acc;
-    explicit Partials(int64_t count, int dim) : maximum(count), sum(count), acc(count * dim) {}
+    std::vector<float> maximum, sum;
+    std::unique_ptr<float[]> acc;  // not zeroed, since it may be large
+    explicit Partials(int64_t count, int dim)
+        : maximum(count), sum(count), acc(std::make_unique_for_overwrite<float[]>(count * dim)) {}
 };
 
 // Writes the output of one of an item's queries. Adds the bias that the cache leaves out of the values as it is, since
@@ -260,6 +263,8 @@ void paged_attention(const AttentionProblem& p) {
     TORCH_CHECK(cache.block_size % KEY_GROUP == 0 || KEY_GROUP % cache.block_size == 0, "no kernel for blocks of ",
                 cache.block_size);
     TORCH_CHECK(cache.padded_dim >= p.head_dim, "the cache has ", cache.padded_dim, " dimensions for ", p.head_dim);
+    TORCH_CHECK(cache.type != CacheType::int8 || cache.padded_dim <= MAX_INT8_DIM, "no kernel for int8 heads of ",
+                cache.padded_dim);
     TORCH_CHECK(p.heads % cache.kv_heads == 0 && p.heads / cache.kv_heads <= MAX_QUERIES,
                 "no kernel for ", p.heads, " query heads and ", cache.kv_heads, " kv heads");
     for_cache_type(cache.type, [&](auto tag) { run<decltype(tag)>(p); });

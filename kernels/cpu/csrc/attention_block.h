@@ -11,6 +11,7 @@
 #include "attention_products.h"
 #include "attention_segments.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace quire {
 
@@ -20,8 +21,8 @@ constexpr int BLOCK = 6;         // queries whose products are computed together
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// What the quants of weights stand for, which include the values' scales: the factors of a key's weight, and the size
-// of one quant. They depend on the keys that a query sees alone, as all its bits must.
+// How weights become quants. `factors` multiply a key's weight and include its value's scale; `quantum` is what one
+// quant stands for. They depend on the keys that a query sees alone, as all its bits must.
 struct ValueScales {
     KeyRange keys{-1, -1};
     float quantum = 0;
@@ -53,7 +54,7 @@ struct ValueScales {
 // Merges the results of a later segment with those of earlier ones.
 inline void merge(float& maximum, float& sum, float* acc, float next_maximum, float next_sum, const float* next_acc,
                   int dim) {
-    if (next_maximum == NEG_INF) return;  // no key was visible
+    if (next_sum == 0) return;  // no key was visible; a sum that is NaN stays
     float total = std::max(maximum, next_maximum), lanes[16];
     F32x16 scale = exp2(F32x16::set(maximum - total)), next_scale = exp2(F32x16::set(next_maximum - total));
     fma(F32x16::set(sum), scale, F32x16::set(next_sum) * next_scale).store(lanes);
@@ -112,14 +113,8 @@ struct Scratch {
 template <class F>
 void for_each_block(int total, F&& f) {
     int first = 0;
-    for (; first + 6 <= total; first += 6) f(std::integral_constant<int, 6>{}, first);
-    switch (total - first) {
-        case 1: return f(std::integral_constant<int, 1>{}, first);
-        case 2: return f(std::integral_constant<int, 2>{}, first);
-        case 3: return f(std::integral_constant<int, 3>{}, first);
-        case 4: return f(std::integral_constant<int, 4>{}, first);
-        case 5: return f(std::integral_constant<int, 5>{}, first);
-    }
+    for (; first + BLOCK <= total; first += BLOCK) f(std::integral_constant<int, BLOCK>{}, first);
+    if (first < total) call_with_size<BLOCK>(total - first, first, f);
 }
 
 // Calls f(size, first) for blocks of MAX_SIZE, a power of two, then for blocks of half that size, and so on.

@@ -10,8 +10,8 @@
 // lanes.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "int8.h"
 #include "kv_cache.h"
@@ -30,7 +30,7 @@ template <class T>
 struct Products {
     using Operand = float;
     static constexpr int OPERANDS = 1;
-    static constexpr int SUMS = 24;     // that fit into the registers beside the other operands
+    static constexpr int SUMS = 24;  // that fit into the registers beside the other operands
 
     struct Vector {
         F32x16 v;
@@ -79,7 +79,7 @@ struct Products<bf16> {
     struct Sum {
         __m512 v;
         static Sum zero() { return {_mm512_setzero_ps()}; }
-        // Written like WideSum::add, for the same reasons.
+        // Written like `add_byte_products`, for the same reasons.
         void add_key(Vector x, Factor f) {
             __m512 in_register = v;
             asm("vdpbf16ps %2, %1, %0" : "+v"(in_register) : "v"(f.v), "v"(x.v));

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention.h"
 #include "kv_cache.h"
@@ -59,7 +60,7 @@ template <class T>
 struct TypedCache {
     const KVCache& cache;
 
-    // Elements of a buffer for the blocks of a segment.
+    // Returns the elements of a buffer for the blocks of a segment.
     static int64_t buffer_size(int64_t dim) { return SEGMENT_GROUPS * group_size(dim); }
 
     // Returns a segment that an item reads. Blocks shorter than a group are copied side by side into `buffer`.

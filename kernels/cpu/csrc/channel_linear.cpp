@@ -5,10 +5,10 @@
 //     x[m, k] ≈ x_scale[m, g] * q[m, k]                    g = k / 128, or the sum of two such terms: quantized_rows.h
 //     y[m, n] = scale[n] * Σ_g x_scale * Σ_k (u - 128) q
 //
-// With 4 bits, u itself is made of a quant of 4 bits, with a step and a min for each 32 inputs, all whole numbers of a
-// byte (as in QServe: Lin et al., 2024):
+// With 4 bits, u itself is made of a quant of 4 bits, with a scale and a min for each 32 inputs, all whole numbers of a
+// byte (as in QServe: Lin et al., 2024). It is in 0..255 then:
 //
-//     u[n, k] = step[n, k / 32] * quant[n, k] + min[n, k / 32]
+//     u[n, k] = group_scale[n, k / 32] * quant[n, k] + min[n, k / 32]
 //
 // So both have the same GEMM: a thread unpacks 128 inputs of a panel of 4 bits into its L1 cache, where all rows use
 // them. A whole group of 128 inputs is one sum of integers. Scales for each 32 inputs, as the formats of
@@ -19,15 +19,16 @@
 //
 // A packed panel of 32 outputs has their bytes for all inputs, then 32 scales in float32. 8 bits: a u for each output,
 // in the order in which a GEMM uses them, (input / 4, output, 4). 4 bits: a record for each 32 inputs, of 512 bytes of
-// quants, 32 steps and 32 mins; byte i of quad s holds the quant of input 4 s + i % 4 in its low half and that of input
-// 16 + 4 s + i % 4 in its high half.
-#include <ATen/ATen.h>
+// quants, 32 group scales and 32 mins; byte i of quad s holds the quant of input 4 s + i % 4 in its low half and that of
+// input 16 + 4 s + i % 4 in its high half.
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "int8.h"
@@ -39,9 +40,9 @@ namespace quire {
 namespace {
 
 constexpr int ZERO_POINT = 128;
-constexpr int RECORD_INPUTS = PART;                              // of 4 bits
-constexpr int RECORD_QUANTS = PANEL * RECORD_INPUTS / 2;         // bytes
-constexpr int RECORD_BYTES = RECORD_QUANTS + 2 * PANEL;          // with steps and mins
+constexpr int RECORD_INPUTS = PART;                       // of 4 bits
+constexpr int RECORD_QUANTS = PANEL * RECORD_INPUTS / 2;  // bytes
+constexpr int RECORD_BYTES = RECORD_QUANTS + 2 * PANEL;   // with group scales and mins
 constexpr int SCALE_BYTES = PANEL * int(sizeof(float));
 
 #if defined(__AVX512VNNI__)
@@ -67,8 +68,8 @@ int64_t panel_bytes(int bits, int64_t inputs) { return panel_quant_bytes(bits, i
     fma(right.to_float(), scale, F32x16::load(row_sums + 16)).store(row_sums + 16);
 }
 
-// sums[row] (32 outputs) += N terms times the `size` inputs of a group. With PREFETCH, u lies in memory, and what follows
-// is fetched.
+// sums[row] (32 outputs) += N terms times the `size` inputs of a group. With PREFETCH, u is that of the packed weight,
+// and what follows is fetched.
 template <int N, bool PREFETCH>
 void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, float* sums) {
     I32x16 left[N], right[N];
@@ -88,7 +89,7 @@ void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term
 }
 
 // Adds N terms times a group of 4 bits without unpacking its u. The integers, and so the sums, are those of
-// `multiply_tile`: Σ u q = step * Σ quant q + min * Σ q.
+// `multiply_tile`: Σ u q = group_scale * Σ quant q + min * Σ q.
 template <int N>
 void multiply_records(const uint8_t* record, const Terms& terms, float* sums) {
     I32x16 total[2][N];
@@ -114,11 +115,11 @@ void multiply_records(const uint8_t* record, const Terms& terms, float* sums) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const uint8_t* tail = record + RECORD_QUANTS + half * 16;
-            I32x16 step = I32x16::load(tail), min = I32x16::load(tail + PANEL);
+            I32x16 group_scale = I32x16::load(tail), min = I32x16::load(tail + PANEL);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 I32x16 q_total = I32x16::set(terms.part_totals[n * (terms.size / PART) + part]);
-                total[half][n] = total[half][n] + step * dot[half][n] + min * q_total;
+                total[half][n] = total[half][n] + group_scale * dot[half][n] + min * q_total;
             }
         }
     }
@@ -129,13 +130,13 @@ void multiply_records(const uint8_t* record, const Terms& terms, float* sums) {
 // Unpacks a record of 4 bits to the u of 32 inputs.
 void unpack_record(const uint8_t* record, uint8_t* u) {
     prefetch_ahead(record, RECORD_BYTES);
-    const uint8_t *steps = record + RECORD_QUANTS, *mins = steps + PANEL;
+    const uint8_t *group_scales = record + RECORD_QUANTS, *mins = group_scales + PANEL;
     for (int half = 0; half < 2; half++) {
-        U8x64 step = U8x64::repeat_four(steps + half * 16), min = U8x64::repeat_four(mins + half * 16);
+        U8x64 group_scale = U8x64::repeat_four(group_scales + half * 16), min = U8x64::repeat_four(mins + half * 16);
         for (int s = 0; s < 4; s++) {
             U8x64 quants = U8x64::load(record + s * 128 + half * 64);
-            multiply_add_bytes(quants.low_nibbles(), step, min).store(u + s * 128 + half * 64);
-            multiply_add_bytes(quants.high_nibbles(), step, min).store(u + 512 + s * 128 + half * 64);
+            multiply_add_bytes(quants.low_nibbles(), group_scale, min).store(u + s * 128 + half * 64);
+            multiply_add_bytes(quants.high_nibbles(), group_scale, min).store(u + 512 + s * 128 + half * 64);
         }
     }
 }
@@ -169,16 +170,16 @@ void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float
 int64_t byte_of(int lane, int64_t k) { return k / 4 * (4 * PANEL) + lane * 4 + k % 4; }
 
 // 32 numbers of an output, as two vectors.
-using Record = std::array<F32x16, 2>;
+using Numbers32 = std::array<F32x16, 2>;
 
-// A step and a min, both whole, for 32 numbers v in 1..255.
-struct Step {
-    float step, min;
+// A scale and a min, both whole, for 32 numbers v in 1..255.
+struct GroupScale {
+    float scale, min;
 
     // Returns the quants of 4 bits that are nearest to v, of those that give a byte.
-    Record quants(const Record& v) const {
-        F32x16 largest = F32x16::set(std::min(15.0f, std::floor((255 - min) / step))), factor = F32x16::set(1 / step);
-        Record result;
+    Numbers32 quants(const Numbers32& v) const {
+        F32x16 largest = F32x16::set(std::min(15.0f, std::floor((255 - min) / scale))), factor = F32x16::set(1 / scale);
+        Numbers32 result;
         for (int half = 0; half < 2; half++) {
             F32x16 nearest = ((v[half] - F32x16::set(min)) * factor).round();
             result[half] = quire::min(max(nearest, F32x16::zero()), largest);
@@ -186,37 +187,37 @@ struct Step {
         return result;
     }
 
-    float error(const Record& v) const {
-        Record rounded = quants(v);
+    float error(const Numbers32& v) const {
+        Numbers32 rounded = quants(v);
         F32x16 squares = F32x16::zero();
         for (int half = 0; half < 2; half++) {
-            F32x16 difference = v[half] - fma(rounded[half], F32x16::set(step), F32x16::set(min));
+            F32x16 difference = v[half] - fma(rounded[half], F32x16::set(scale), F32x16::set(min));
             squares = fma(difference, difference, squares);
         }
         return reduce_sum(squares);
     }
 };
 
-// Returns the better of the two whole steps next to the range of v over 15. The smaller one cannot reach both ends, and
+// Returns the better of the two whole scales next to the range of v over 15. The smaller one cannot reach both ends, and
 // leaves out as much at each.
-Step best_step(const Record& v) {
+GroupScale best_group_scale(const Numbers32& v) {
     float greatest = reduce_max(max(v[0], v[1])), least = reduce_min(quire::min(v[0], v[1])), range = greatest - least;
-    auto centered = [&](float step) {
-        float min = std::nearbyint(least + (range - 15 * step) / 2);
-        return Step{step, std::clamp(min, 0.0f, 255.0f)};
+    auto centered = [&](float scale) {
+        float min = std::nearbyint(least + (range - 15 * scale) / 2);
+        return GroupScale{scale, std::clamp(min, 0.0f, 255.0f)};
     };
     float floor = std::max(1.0f, std::floor(range / 15));
-    Step small = centered(floor), large = centered(std::min(floor + 1, 17.0f));
+    GroupScale small = centered(floor), large = centered(std::min(floor + 1, 17.0f));
     return small.error(v) <= large.error(v) ? small : large;
 }
 
 // Packs the inputs of an output that lie in one record of 4 bits, as the given lane of the panel.
-void pack_record(const Record& v, int lane, uint8_t* record) {
-    Step step = best_step(v);
-    record[RECORD_QUANTS + lane] = uint8_t(step.step);
-    record[RECORD_QUANTS + PANEL + lane] = uint8_t(step.min);
+void pack_record(const Numbers32& v, int lane, uint8_t* record) {
+    GroupScale group_scale = best_group_scale(v);
+    record[RECORD_QUANTS + lane] = uint8_t(group_scale.scale);
+    record[RECORD_QUANTS + PANEL + lane] = uint8_t(group_scale.min);
     alignas(16) int8_t quants[RECORD_INPUTS];
-    Record rounded = step.quants(v);
+    Numbers32 rounded = group_scale.quants(v);
     rounded[0].store(quants);
     rounded[1].store(quants + 16);
     for (int s = 0; s < 4; s++) {
@@ -241,9 +242,10 @@ void pack_output(const float* x, int64_t inputs, int lane, uint8_t* panel) {
     if (std::isnan(square_sum)) max_abs = square_sum;  // so that all products with it are NaN, as with floats
     float scale = max_abs / 127;
     reinterpret_cast<float*>(panel + panel_quant_bytes(BITS, inputs))[lane] = scale;
-    F32x16 factor = F32x16::set(scale > 0 ? 1 / scale : 0);
+    if (!std::isfinite(scale)) return;  // all products are infinite or NaN, whatever the bytes
+    F32x16 factor = F32x16::set(scale >= 1e-30f ? 1 / scale : 0);  // the inverse of less might overflow
     for (int64_t k = 0; k < inputs; k += RECORD_INPUTS) {
-        Record v{F32x16::load(x + k) * factor, F32x16::load(x + k + 16) * factor};
+        Numbers32 v{F32x16::load(x + k) * factor, F32x16::load(x + k + 16) * factor};
         if constexpr (BITS == 4) {
             for (F32x16& half : v) half = half + F32x16::set(ZERO_POINT);
             pack_record(v, lane, panel + panel_quant_bytes(4, k));
@@ -302,8 +304,8 @@ void channel_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits,
 // y[t] = the weight's row ids[t], dequantised.
 void channel_rows(const at::Tensor& packed, int64_t bits, const at::Tensor& ids, at::Tensor& y) {
     TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && y.is_contiguous(), "ids int64, contiguous");
-    int64_t inputs = y.size(1), bytes = packed.size(1);
-    TORCH_CHECK(bytes == panel_bytes(int(bits), inputs), "the weight has another number of inputs");
+    int64_t inputs = channel_matrix(packed, packed.size(0) * PANEL, bits).inputs, bytes = packed.size(1);
+    TORCH_CHECK(y.size(0) == ids.numel() && y.size(1) == inputs, "y must have a row for each id, of the weight's inputs");
     const uint8_t* data = packed.const_data_ptr<uint8_t>();
     const int64_t* id_data = ids.const_data_ptr<int64_t>();
     float* y_data = y.mutable_data_ptr<float>();

@@ -170,6 +170,7 @@ void rotary(HeadVectors x, const float* cos, const float* sin, int64_t tokens, i
 // Dimensions of the cache beyond the head's stay zero.
 void write_kv(HeadVectors keys, HeadVectors values, int64_t tokens, int64_t head_dim, const KVCache& cache,
               const int64_t* slots) {
+    TORCH_CHECK(head_dim <= cache.padded_dim, "the cache has ", cache.padded_dim, " dimensions for ", head_dim);
     for_cache_type(cache.type, [&](auto tag) {
         write<decltype(tag)>(keys, values, tokens, head_dim, cache, slots);
     });
@@ -213,6 +214,8 @@ void rotary_op(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin
 void write_kv_op(const at::Tensor& keys, const at::Tensor& values, at::Tensor& key_cache, at::Tensor& value_cache,
                  const at::Tensor& slots) {
     TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots must be int64 and contiguous");
+    TORCH_CHECK(keys.sizes() == values.sizes() && keys.size(1) == key_cache.size(1) && slots.numel() == keys.size(0),
+                "keys and values must be (T, kv heads, head_dim), with a slot for each token");
     write_kv(head_vectors(keys), head_vectors(values), keys.size(0), keys.size(2), kv_cache(key_cache, value_cache),
              slots.const_data_ptr<int64_t>());
 }

@@ -13,6 +13,14 @@ namespace quire {
 
 #if defined(__AVX512VNNI__)
 
+// Lane i of `sum` adds unsigned[4i..4i+3] times signed[4i..4i+3]. In assembly, because GCC 12 keeps an array of sums in
+// memory if a loop adds to them by the intrinsic, or if they are the operand.
+[[gnu::always_inline]] inline void add_byte_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+    __m512i in_register = sum;
+    asm("vpdpbusd %2, %1, %0" : "+v"(in_register) : "v"(unsigned_bytes), "v"(signed_bytes));
+    sum = in_register;
+}
+
 struct U8x64 {
     __m512i v;
     static U8x64 load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -40,12 +48,11 @@ struct I32x16 {
     }
     I32x16 operator+(I32x16 o) const { return {_mm512_add_epi32(v, o.v)}; }
     I32x16 operator*(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
-    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`. In assembly, because GCC 12 keeps an array of
-    // sums in memory if a loop adds to them by the intrinsic.
+    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
     void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;
         std::memcpy(&four, quad, 4);
-        asm("vpdpbusd %2, %1, %0" : "+v"(v) : "v"(quants.v), "v"(_mm512_set1_epi32(four)));
+        add_byte_products(v, quants.v, _mm512_set1_epi32(four));
     }
     F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
@@ -115,8 +122,9 @@ struct I32x16 {
 
 // Products of bytes and of numbers of 16 bits, in rows of `count` numbers: `store_signed` and `store_unsigned` write
 // sixteen of a row, and WideFactor loads four for all lanes. A row takes 2 * count bytes.
-constexpr float MAX_SIGNED = 16256.0f;    // larger numbers would overflow a sum of 512 products
-constexpr float MAX_UNSIGNED = 32767.0f;  // and larger ones a sum of 512 products, too
+constexpr int MAX_INT8_DIM = 512;         // products of a sum
+constexpr float MAX_SIGNED = 16256.0f;    // larger numbers would overflow such a sum
+constexpr float MAX_UNSIGNED = 32767.0f;  // and larger ones, too
 
 #if defined(__AVX512VNNI__)
 
@@ -144,23 +152,17 @@ struct WideFactor {
     }
 };
 
-// Sixteen sums. Each product adds four to each lane. The instruction is written as assembly, since GCC 12 moves the
-// sums of the intrinsic to memory in loops.
+// Sixteen sums. Each product adds four to each lane.
 struct WideSum {
     __m512i low, high;
     static WideSum zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
-    static void add(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
-        __m512i in_register = sum;  // of an operand itself GCC would keep an array in memory
-        asm("vpdpbusd %2, %1, %0" : "+v"(in_register) : "v"(unsigned_bytes), "v"(signed_bytes));
-        sum = in_register;
-    }
     void add_unsigned_bytes(U8x64 bytes, WideFactor signed_factor) {
-        add(low, bytes.v, signed_factor.low);
-        add(high, bytes.v, signed_factor.high);
+        add_byte_products(low, bytes.v, signed_factor.low);
+        add_byte_products(high, bytes.v, signed_factor.high);
     }
     void add_signed_bytes(U8x64 bytes, WideFactor unsigned_factor) {
-        add(low, unsigned_factor.low, bytes.v);
-        add(high, unsigned_factor.high, bytes.v);
+        add_byte_products(low, unsigned_factor.low, bytes.v);
+        add_byte_products(high, unsigned_factor.high, bytes.v);
     }
     F32x16 minus(int32_t x) const {
         __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);

@@ -41,6 +41,8 @@ void matmul(const Matrix& w, const at::Tensor& x, const std::optional<at::Tensor
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && y.is_contiguous(),
                 "x must be float32, y contiguous");
     TORCH_CHECK(w.inputs == x.size(1), "the weight is for ", w.inputs, " inputs");
+    TORCH_CHECK(y.size(0) == x.size(0), "y must have a row for each row of x");
+    TORCH_CHECK(!bias || (bias->numel() == w.outputs && bias->is_contiguous()), "a number for each output");
     static thread_local QuantizedRows quantized;  // keeps its memory
     const float *x_data = x.const_data_ptr<float>(), *bias_data = bias ? bias->const_data_ptr<float>() : nullptr;
     float* y_data = y.mutable_data_ptr<float>();

@@ -41,7 +41,8 @@ public:
     void reset(int64_t rows, int64_t inputs, int group_size) {
         inputs_ = inputs;
         group_size_ = group_size;
-        capacity_ = 2 * rows + 2;  // for even numbers of rows no power of two, which would map groups to the same lines of a cache
+        // for even numbers of rows no power of two, which would map groups to the same lines of a cache
+        capacity_ = 2 * rows + 2;
         if (q_.size() < size_t(inputs * capacity_)) q_.resize(inputs * capacity_);
         if (part_totals_.size() < size_t(inputs / PART * capacity_)) part_totals_.resize(inputs / PART * capacity_);
         if (terms_.size() < size_t(groups() * capacity_)) terms_.resize(groups() * capacity_);
@@ -89,7 +90,7 @@ public:
     }
 
 private:
-    // What a first term leaves of a number x: x - scale * q.
+    // The remainder of a number x after its first term, x - scale * q.
     struct Remainder {
         const int8_t* q;
         float scale;
@@ -107,7 +108,7 @@ private:
     // Sets the quants of x, or of its remainder, and their totals. Returns the total of all.
     static float round(const float* x, const Remainder* remainder, int size, float scale, int8_t* out,
                        int32_t* part_totals) {
-        F32x16 factor = F32x16::set(scale > 0 ? 1 / scale : 0);
+        F32x16 factor = F32x16::set(scale >= 1e-30f ? 1 / scale : 0);  // the inverse of less might overflow
         float total = 0;
         for (int part = 0; part < size; part += PART) {
             F32x16 sum = F32x16::zero();
@@ -119,6 +120,7 @@ private:
                 sum = sum + rounded;
             }
             float part_total = reduce_sum(sum);  // of whole numbers, so exact
+            if (!std::isfinite(part_total)) part_total = 0;  // then the scale is not finite either
             part_totals[part / PART] = int32_t(part_total);
             total += part_total;
         }

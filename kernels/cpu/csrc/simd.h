@@ -254,7 +254,7 @@ inline F32x16 exp(F32x16 x) {
     return y.ldexp(n).zero_where_below(x, -87.0f);
 }
 
-// Returns 2^x for x <= 127, off by about one unit in the last place. At -127 and below, and for -inf, it is exactly 0;
+// Returns 2^x for x <= 127, off by about one unit in the last place, or by less than 2^-126 below -126. At -127 and below, and for -inf, it is exactly 0;
 // 2^0 is exactly 1, and NaN stays. It is 2^n times a polynomial on [-0.5, 0.5], whose largest relative error is least.
 // Adding 1.5 * 2^23 rounds to the whole number n, and leaves it in the sum's low bits.
 inline F32x16 exp2(F32x16 x) {

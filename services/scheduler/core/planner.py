@@ -24,6 +24,13 @@ class Budget(NamedTuple):
 
     positions: int
     least: int  # that each sequence gets before the first in order gets more
+    fitting: int | None = None  # the time that the step should take; None: there is no such time
+
+    def for_line(self, num_sequences: int) -> "Budget":
+        """Return the budget of as many sequences."""
+        if self.fitting is None:
+            return self
+        return self._replace(positions=min(self.positions, budget_beside_streams(self.fitting, num_sequences)))
 
 
 class Planner:
@@ -53,7 +60,7 @@ class Planner:
         if not builder.num_skipped:
             self._admit(builder, chunked, budget, now)
         if chunked:
-            self._share_budget(builder, chunked, budget)
+            self._share_budget(builder, chunked, budget.for_line(len(chunked)))
         self._block_manager.count_scheduled(builder.num_tokens)
         return builder
 
@@ -62,11 +69,13 @@ class Planner:
         rows, limits, block_size = len(builder.rows), self._limits, self._block_manager.block_size
         largest = limits.max_num_batched_tokens - rows
         streaming = rows > 0 or builder.num_skipped > 0  # somebody waits for a next token
-        fitting = self._step_time.positions_within(limits.max_step_seconds, rows)
-        if not streaming or not limits.max_step_seconds or fitting is None:
+        fitting = None
+        if streaming and limits.max_step_seconds:
+            fitting = self._step_time.positions_within(limits.max_step_seconds, rows)
+        if fitting is None:
             return Budget(largest, block_size)
         in_line = num_chunked + min(len(self._queues.waiting), len(self._queues.free_slots))
-        return Budget(min(budget_beside_streams(fitting, in_line), largest), min(block_size, LEAST_CHUNK))
+        return Budget(largest, min(block_size, LEAST_CHUNK), fitting).for_line(in_line)
 
     def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: Budget) -> None:
         """Add rows of more than one position, and the forks of prompts that they complete."""

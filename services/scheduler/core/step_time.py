@@ -11,7 +11,8 @@ choose how many positions of prompts a step may have beside streams.
 
 A step without longer rows corrects the first two costs, and one with them the third alone. If each step corrected all
 three, the estimate of like steps would be right and that of others wrong: it would never find out that there is time
-for more positions.
+for more positions. But a step that was quicker than its rows alone should have been shows that the first two are too
+high.
 """
 
 LEARNING_RATE = 0.3
@@ -56,11 +57,12 @@ class StepTime:
         if self.token <= 0 or seconds <= 0:
             return
         single = self.predict(rows, 0)
-        if positions:
-            self.token += _correction(self.token, (seconds - single) / positions)
+        if positions and seconds > single:
+            seen = self.token + _correction(self.token, (seconds - single) / positions)
+            self.token = max(seen, MIN_SHARE * self.step)
         else:  # each in proportion to its part of the step
             parts = (self.step, rows * self.row)
-            rate = _correction(single, seconds) / sum(part * part for part in parts)
+            rate = _correction(single, seconds - positions * self.token) / sum(part * part for part in parts)
             self.step *= 1 + rate * parts[0]
             self.row *= 1 + rate * parts[1]
 

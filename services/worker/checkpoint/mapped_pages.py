@@ -36,7 +36,8 @@ def release(mapped: Tensor) -> None:
 
 
 def _end(tensor: Tensor) -> int:
-    return tensor.data_ptr() + tensor.nbytes
+    storage = tensor.untyped_storage()  # an expanded tensor has more bytes than it occupies
+    return min(tensor.data_ptr() + tensor.nbytes, storage.data_ptr() + storage.nbytes())
 
 
 def _madvise(start: int, size: int, advice: int) -> None:

@@ -204,6 +204,8 @@ def _untied_if_heads_differ(files: WeightFiles, tensors: TensorMap) -> TensorMap
     """Return `tensors`, untied if the checkpoint has a head that differs from the embedding, as in transformers."""
     separate = tensors.separate_head()
     if separate is None or _equal(*map(files.get, separate)):
+        for mapped in files.mapped(separate[0]) if separate else ():
+            release(mapped)  # nothing else reads it, and so nothing else would release it
         return tensors
     logger.warning("config.json says that the embeddings are tied, but %s is not %s: both are used", *separate)
     return tensors.untied()

@@ -37,7 +37,7 @@ _OWN_FAMILY = "a family of Quire's own; `quire models` lists them"
 
 
 class Precision(NamedTuple):
-    """The types of weights and cache; on a CPU with compiled kernels, arithmetic is in float32 throughout."""
+    """The types of weights and cache; on a CPU with compiled kernels, activations are float32."""
 
     dtype: torch.dtype  # of weights that are not quantised
     quantization: Quantization | None  # of matrices: the checkpoint's format, or the one to round to
