@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import psutil
@@ -49,13 +50,20 @@ class WatchHarness:
         return float("inf"), ""
 
 
-@pytest.fixture
-def harness() -> Iterator[WatchHarness]:
+@contextmanager
+def sleeping_process() -> "Iterator[subprocess.Popen[bytes]]":
+    """Start a process that does nothing. It has begun to: before, it may wait for a CPU, and then it is left alone."""
     with subprocess.Popen(["sleep", "60"]) as process:
         while psutil.Process(process.pid).name() != "sleep" or psutil.Process(process.pid).status() != "sleeping":
             time.sleep(0.01)
-        yield WatchHarness(process)
+        yield process
         process.kill()
+
+
+@pytest.fixture
+def harness() -> Iterator[WatchHarness]:
+    with sleeping_process() as process:
+        yield WatchHarness(process)
 
 
 def test_one_that_has_never_beaten_may_load_for_as_long_as_it_takes(harness: WatchHarness) -> None:
@@ -80,7 +88,7 @@ def test_beats_of_another_process_do_not_count(harness: WatchHarness) -> None:
 
 
 def test_services_of_one_role_are_told_apart(harness: WatchHarness) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with sleeping_process() as process:
         other = Child("gateway", [], ServiceLog(io.BytesIO()), {}, number=1)
         other.process = cast("object", process)  # type: ignore[assignment]
         for quarter in range(20):
@@ -90,7 +98,6 @@ def test_services_of_one_role_are_told_apart(harness: WatchHarness) -> None:
             hung = harness.watch.find_hung([harness.child, other], quarter / 4)
             assert [child.name for child, _ in hung] in ([], ["gateway 1"])
         assert hung != []
-        process.kill()
 
 
 def test_a_new_process_is_judged_from_its_own_first_beat_on(harness: WatchHarness) -> None:

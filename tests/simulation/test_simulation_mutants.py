@@ -136,13 +136,13 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
     "streams wait for prompts of any length": [
-        ("planner:Planner._budget", "if not streaming", "if True"),
+        ("planner:Planner._budget", "if streaming and", "if False and"),
     ],
     "prompts without streams are bounded": [
-        ("planner:Planner._budget", "if not streaming or", "if"),
+        ("planner:Planner._budget", "if streaming and", "if"),
     ],
     "prompts wait until the streams leave them time": [
-        ("planner:Planner._budget", "budget_beside_streams(fitting, in_line)", "fitting"),
+        ("planner:Budget.for_line", "budget_beside_streams(self.fitting, num_sequences)", "self.fitting"),
     ],
     "a preempted sequence that is back gets two rows": [
         ("planner:Planner._share_budget", "sorted(running, key", "sorted(chunked, key"),
