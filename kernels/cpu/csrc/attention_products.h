@@ -25,11 +25,21 @@ struct QueryScale {
     int32_t offset;
 };
 
-// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers.
-template <class T>
-struct Products {
+// Queries and weights that are multiplied as they are.
+struct FloatOperands {
     using Operand = float;
     static constexpr int OPERANDS = 1;
+
+    static QueryScale store_query(const float* q, int64_t dim, float* row) {
+        std::copy_n(q, dim, row);
+        return {1.0f, 0};
+    }
+    static void store_weights(F32x16 weights, float* row, int64_t, int64_t first) { weights.store(row + first); }
+};
+
+// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers.
+template <class T>
+struct Products : FloatOperands {
     static constexpr int SUMS = 24;  // that fit into the registers beside the other operands
 
     struct Vector {
@@ -48,17 +58,12 @@ struct Products {
         F32x16 scores(QueryScale) const { return v; }
         F32x16 values(float) const { return v; }
     };
-
-    static QueryScale store_query(const float* q, int64_t dim, float* row) {
-        std::copy_n(q, dim, row);
-        return {1.0f, 0};
-    }
-    static void store_weights(F32x16 weights, float* row, int64_t, int64_t first) { weights.store(row + first); }
 };
+
+#if defined(__AVX512BF16__)
 
 template <>
 struct Products<bf16> {
-#if defined(__AVX512BF16__)
     using Operand = bf16;
     static constexpr int OPERANDS = 1;
     static constexpr int SUMS = 24;
@@ -98,9 +103,12 @@ struct Products<bf16> {
         __m256bh narrowed = _mm512_cvtneps_pbh(weights.v);
         std::memcpy(row + first, &narrowed, sizeof narrowed);
     }
+};
+
 #else
-    using Operand = float;
-    static constexpr int OPERANDS = 1;
+
+template <>
+struct Products<bf16> : FloatOperands {
     static constexpr int SUMS = 16;  // a vector takes two registers
 
     struct Vector {
@@ -122,14 +130,9 @@ struct Products<bf16> {
         F32x16 scores(QueryScale) const { return v; }
         F32x16 values(float) const { return v; }
     };
-
-    static QueryScale store_query(const float* q, int64_t dim, float* row) {
-        std::copy_n(q, dim, row);
-        return {1.0f, 0};
-    }
-    static void store_weights(F32x16 weights, float* row, int64_t, int64_t first) { weights.store(row + first); }
-#endif
 };
+
+#endif
 
 template <>
 struct Products<int8_t> {

@@ -232,15 +232,7 @@ void pack_record(const Numbers32& v, int lane, uint8_t* record) {
 // Rounds and packs one output: x (inputs), as the given lane of a panel.
 template <int BITS>
 void pack_output(const float* x, int64_t inputs, int lane, uint8_t* panel) {
-    F32x16 maxima = F32x16::zero(), squares = F32x16::zero();
-    for (int64_t k = 0; k < inputs; k += 16) {
-        F32x16 v = F32x16::load(x + k);
-        maxima = max(v.abs(), maxima);
-        squares = fma(v, v, squares);
-    }
-    float max_abs = reduce_max(maxima), square_sum = reduce_sum(squares);
-    if (std::isnan(square_sum)) max_abs = square_sum;  // so that all products with it are NaN, as with floats
-    float scale = max_abs / 127;
+    float scale = magnitude_of(x, inputs).max_abs / 127;
     reinterpret_cast<float*>(panel + panel_quant_bytes(BITS, inputs))[lane] = scale;
     if (!std::isfinite(scale)) return;  // all products are infinite or NaN, whatever the bytes
     F32x16 factor = F32x16::set(scale >= 1e-30f ? 1 / scale : 0);  // the inverse of less might overflow

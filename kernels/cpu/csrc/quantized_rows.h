@@ -34,6 +34,23 @@ struct Terms {
     int count, size;
 };
 
+// How large the numbers of a vector are.
+struct Magnitude {
+    float max_abs, square_sum;  // both are NaN if a number is
+};
+
+// Returns the magnitude of x (count), a multiple of 16.
+inline Magnitude magnitude_of(const float* x, int64_t count) {
+    F32x16 maxima = F32x16::zero(), squares = F32x16::zero();
+    for (int64_t i = 0; i < count; i += 16) {
+        F32x16 v = F32x16::load(x + i);
+        maxima = max(v.abs(), maxima);
+        squares = fma(v, v, squares);
+    }
+    float square_sum = reduce_sum(squares);
+    return {std::isnan(square_sum) ? square_sum : reduce_max(maxima), square_sum};  // `max` may have lost a NaN
+}
+
 class QuantizedRows {
 public:
     // Drops all terms, and allocates memory for x (rows, inputs). `group_size` is a multiple of 32, as `inputs` is; the
@@ -59,14 +76,8 @@ public:
         int8_t* q = &q_[group * group_size_ * capacity_];
         int32_t* part_totals = &part_totals_[group * group_size_ / PART * capacity_];
         Term* term = &terms_[group * capacity_];
-        F32x16 maxima = F32x16::zero(), squares = F32x16::zero();
-        for (int i = 0; i < size; i += 16) {
-            F32x16 v = F32x16::load(x + i);
-            maxima = max(v.abs(), maxima);
-            squares = fma(v, v, squares);
-        }
-        float max_abs = reduce_max(maxima), square_sum = reduce_sum(squares), ratio = outlier_ratio(group_size_);
-        if (std::isnan(square_sum)) max_abs = square_sum;  // which `max` may have lost
+        auto [max_abs, square_sum] = magnitude_of(x, size);
+        float ratio = outlier_ratio(group_size_);
         auto quantize = [&](const Remainder* remainder, float scale, int64_t index) {
             float total = round(x, remainder, size, scale, q + index * size, part_totals + index * size / PART);
             term[index] = {scale, total * scale, int32_t(total), int32_t(row)};
