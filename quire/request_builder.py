@@ -5,6 +5,7 @@ Nothing runs here. What is wrong with one of the arguments is said before any re
 
 import itertools
 import random
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
@@ -230,7 +231,8 @@ class RequestBuilder:
             sampling,
             self.tokenizer,
             priority=priority,
-            cache_salt=prompt.cache_salt,
+            # no other request has that salt, and so nothing is cached for this one
+            cache_salt=secrets.token_hex(16) if params.skip_reading_prefix_cache else prompt.cache_salt,
         )
 
     def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:

@@ -47,14 +47,14 @@ WHOLE_FIELDS = (
 REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEAN_FIELDS = (
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
-    "flat_logprobs",
+    "flat_logprobs", "skip_reading_prefix_cache",
 )  # fmt: skip
 MAX_PATTERN_SIZE = 256  # tokens; looking for patterns of so many takes some 20 µs a token
 MAX_PATTERN_COUNT = 1_000_000
 _ID = re.compile(r"[0-9]{1,12}")
 OPTIONAL_FIELDS = frozenset(
     {"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"}
-    | {"truncate_prompt_tokens", "stream_interval", "best_of"}
+    | {"truncate_prompt_tokens", "stream_interval", "best_of", "skip_reading_prefix_cache"}
 )
 
 
@@ -125,6 +125,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
     flat_logprobs: bool = False  # log-probabilities in few objects; for `LLM`
     truncate_prompt_tokens: int | None = None  # of the prompt's end, which are kept; -1: what fits; for `LLM`
     stream_interval: int | None = None  # tokens of a chunk, in a stream
+    skip_reading_prefix_cache: bool | None = None  # compute all of the prompt; for `LLM`
     structured_outputs: StructuredOutputsParams | None = None
 
     @classmethod

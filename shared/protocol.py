@@ -446,6 +446,10 @@ class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     error: LongText = ""  # why the sequence cannot go on; its tokens do not count then
 
 
+NOTHING_LEFT = "no token may come next: allowed_token_ids, bad_words and the output's grammar have none in common"
+"""The `error` of a sequence that may sample nothing. The request is to blame for it, and not the engine."""
+
+
 class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
     """The result of the plan of the same epoch and step."""
 

@@ -27,7 +27,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprob_token_ids": ((), "logprobs has the likeliest tokens"),
     "prompt_logprob_token_ids": ((), "prompt_logprobs has the likeliest tokens"),
     "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
-    "skip_reading_prefix_cache": ((False,), "prompt_logprobs and enable_prefix_caching=False do so"),
     "thinking_token_budget": ((-1,), "reasoning has no budget; max_tokens limits all output"),
     "watermarking": ((), "there are no watermarks"),
     "routed_experts_prompt_start": ((0,), "routed experts are not returned"),
@@ -47,7 +46,6 @@ class VllmParams(Struct, kw_only=True):
     logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
-    skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     watermarking: Any = None
     routed_experts_prompt_start: int | None = None
@@ -61,11 +59,12 @@ class VllmParams(Struct, kw_only=True):
             )
         for name, (neutral_values, reason) in REFUSED.items():
             value = getattr(self, name)
-            if not _asks_for_nothing(value, neutral_values):
+            if not asks_for_nothing(value, neutral_values):
                 raise InvalidRequest(f"{name} is not supported: {reason}; got {brief(value)}", name)
 
 
-def _asks_for_nothing(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+def asks_for_nothing(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    """Return whether a value has no effect: None, what is empty, and `neutral_values`. False is no 0, as in JSON."""
     if value is None or (isinstance(value, (Sequence, Mapping)) and not value):
         return True
-    return any(type(value) is type(neutral) and value == neutral for neutral in neutral_values)
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in neutral_values)

@@ -18,13 +18,13 @@ from array import array
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import zmq
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
-from services.gateway.engine_request import EngineRequest
+from services.gateway.engine_request import EngineRequest, RequestOptions
 from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router, RoutingPolicy
 from shared.curve import ConnectionKeys
@@ -169,65 +169,25 @@ class Backend:
 
     @asynccontextmanager
     async def submit(
-        self,
-        tokens: "array[int]",
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        samples_before: int = 0,
-        request_id: str = "",
-        cache_salt: str = "",
+        self, tokens: "array[int]", sampling: Sampling, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[EngineRequest]:
         """Run a request for the time of the block, as `begin` and `end` do."""
-        request = self.begin(
-            tokens,
-            sampling,
-            n=n,
-            priority=priority,
-            samples_before=samples_before,
-            request_id=request_id,
-            cache_salt=cache_salt,
-        )
+        request = self.begin(tokens, sampling, **options)
         try:
             yield request
         finally:
             self.end(request)
 
-    def begin(
-        self,
-        tokens: "array[int]",
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        samples_before: int = 0,
-        request_id: str = "",
-        cache_salt: str = "",
-        output: "array[int] | None" = None,
-        after: EngineRequest | None = None,
-    ) -> EngineRequest:
-        """Submit a request, which runs until `end`.
+    def begin(self, tokens: "array[int]", sampling: Sampling, **options: Unpack[RequestOptions]) -> EngineRequest:
+        """Submit a request, which runs until `end`. It goes to the engine of the one that it comes `after`.
 
-        All services log it under `request_id`. It shares cached blocks with requests of the same `cache_salt` only. It
-        continues `output`, if there is any. `after` is an earlier part of the same user's request: this one goes to
-        its engine if that is there, has its arrival, and is not refused for load.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
+        after = options.get("after")
         if self.unusable and after is None:
             raise Unavailable(self.unusable)
         request = EngineRequest(
-            tokens,
-            sampling,
-            n=n,
-            priority=priority,
-            samples_before=samples_before,
-            request_id=request_id,
-            output=output,
-            after=after,
-            cache_salt=cache_salt,
-            on_unplaced=self._wait_for_engine,
-            on_first_token=self._note_computed,
+            tokens, sampling, **options, on_unplaced=self._wait_for_engine, on_first_token=self._note_computed
         )
         if (engine := self._choose(request, after=after)) is not None:
             self._place(request, engine)

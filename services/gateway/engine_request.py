@@ -14,7 +14,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -91,6 +91,18 @@ class _Sample:
         news = self.scheduling if self.has_news else None
         self._reported = self.scheduling
         return news
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request, besides its prompt and sampling."""
+
+    n: int  # samples
+    priority: int
+    samples_before: int  # of the same user's earlier requests
+    request_id: str  # under which all services log it
+    cache_salt: str  # it shares cached blocks with requests of the same one only
+    output: "array[int] | None"  # that its one sample continues
+    after: "EngineRequest | None"  # of the same user's, accepted: this one has its arrival, and is not refused for load
 
 
 class EngineRequest:

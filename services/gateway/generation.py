@@ -21,7 +21,7 @@ from services.gateway.prompt import PreparedPrompt
 from services.gateway.tracing import current_trace
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.log_format import of_request
-from shared.protocol import FinishReason, ProgressRow
+from shared.protocol import NOTHING_LEFT, FinishReason, ProgressRow
 from shared.text.logprobs import LogprobEntry
 from shared.text.message_parser import MessageParser
 from shared.text.request_text import RequestText
@@ -106,7 +106,8 @@ class Generation:
     async def updates(self) -> list[Update]:
         """Wait for rows. Return one update for each sample that has text to show or has ended.
 
-        Raise `Overloaded`, `InvalidRequest` or `Unavailable` if the engine refuses, `EngineFailure` if it fails.
+        Raise `Overloaded`, `InvalidRequest` or `Unavailable` if the engine refuses, `EngineFailure` if it fails, and
+        `InvalidRequest` if the request leaves an output no token.
         """
         try:
             rows = await self._request.rows()
@@ -175,10 +176,12 @@ class Generation:
         )
 
     def _apply(self, row: ProgressRow, now: float) -> str:
-        """Return the text that a row adds to its sample. Raise `EngineFailure` or `Unavailable` if the row says so."""
+        """Return the text that a row adds to its sample. Raise as `updates` does if the row says so."""
         sample, times = self.text.samples[row.sample], self._times[row.sample]
         if row.scheduling is not None:
             times.scheduling = row.scheduling
+        if row.finish_reason is FinishReason.ERROR and row.detail == NOTHING_LEFT:
+            raise InvalidRequest(NOTHING_LEFT)
         if row.finish_reason is FinishReason.ERROR:
             raise EngineFailure(row.detail or "the engine ended this request")
         if (

@@ -28,6 +28,7 @@ from shared.text.truncation import Truncation
 
 LONG_TEXT = 20_000  # characters or ids; tokenizing them takes about ten milliseconds
 MANY_MESSAGES = 64  # rendering them takes about a millisecond
+PIECE = 100_000  # ids that one call of Python looks at, which takes 4 ms and keeps the interpreter for that time
 MAX_BATCH = 1_000_000  # characters tokenized in one call, whose result takes several hundred megabytes
 
 
@@ -112,7 +113,7 @@ class Tokenizing(Struct, frozen=True):
         )
         if not was_cut:
             return self._prompt(text, ids)
-        return TokenizedPrompt(array("i", ids), text_of(ids, self.tokenizer))
+        return TokenizedPrompt(_as_array(ids), text_of(ids, self.tokenizer))
 
     def _prompt(self, text: str, ids: list[int]) -> TokenizedPrompt:
         if self.must_fit:
@@ -122,7 +123,7 @@ class Tokenizing(Struct, frozen=True):
         offsets = None
         if self.with_offsets:
             offsets = array("i", self.tokenizer.token_offsets(text, self.add_special_tokens))
-        return TokenizedPrompt(array("i", ids), str(text), offsets)  # cuts have had their effect
+        return TokenizedPrompt(_as_array(ids), str(text), offsets)  # cuts have had their effect
 
 
 async def completion_prompts(
@@ -304,13 +305,28 @@ def _from_ids(ids: list[int], max_model_len: int, vocab_size: int, tokenizer: To
     """Return a prompt of token ids, with their text if a tokenizer is given."""
     _check_length(len(ids), max_model_len, "prompt")
     check_ids(ids, vocab_size, "prompt")
-    return TokenizedPrompt(array("i", ids), None if tokenizer is None else text_of(ids, tokenizer))
+    return TokenizedPrompt(_as_array(ids), None if tokenizer is None else text_of(ids, tokenizer))
 
 
 def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
     """Raise `InvalidRequest`, which names the field `param`, if an id is not one of the vocabulary's."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        invalid = next(id for id in ids if not 0 <= id < vocab_size)
-        raise InvalidRequest(
-            f"{param} holds {brief(invalid)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}", param
-        )
+    for piece in _pieces(ids):
+        if min(piece) < 0 or max(piece) >= vocab_size:
+            invalid = next(id for id in piece if not 0 <= id < vocab_size)
+            raise InvalidRequest(
+                f"{param} holds {brief(invalid)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}",
+                param,
+            )
+
+
+def _as_array(ids: list[int]) -> "array[int]":
+    tokens = array("i")
+    for piece in _pieces(ids):
+        tokens += array("i", piece)
+    return tokens
+
+
+def _pieces(ids: list[int]) -> Iterator[list[int]]:
+    """Yield the ids in pieces, between which other threads can run."""
+    for start in range(0, len(ids), PIECE):
+        yield ids[start : start + PIECE]

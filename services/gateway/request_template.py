@@ -7,6 +7,7 @@ at a time. Starting it takes some 0.2 s, which only requests of this kind pay.
 """
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, Overloaded
 from shared.text.template import ChatTemplate
 
 FIELD = "chat_template"
@@ -31,9 +32,13 @@ MEMORY = 1024 * 1024 * 1024  # bytes of address space
 TOO_MUCH_MEMORY = f"{FIELD} takes more than {MEMORY >> 20} MiB of memory"
 MAX_ERROR = 1000  # characters of an error's text, which a template may make as long as it likes
 MAX_PROCESSES = 2
+RETRY_AFTER = 5.0  # seconds
+MAX_WAITING = 64  # requests that wait for a process; more are refused, as their clients would wait for minutes
 ENVIRONMENT = ("TZ",)  # variables of the gateway that a process gets; others may be keys
 
 _executor = ThreadPoolExecutor(MAX_PROCESSES, "templates of requests")  # its threads wait for the processes
+_rendering: set[int] = set()  # the numbers of jobs that run or wait
+_numbers = itertools.count()
 
 
 class _Job(Struct, frozen=True):
@@ -59,12 +64,19 @@ async def render_request_template(
 ) -> str:
     """Return what `ChatTemplate.render` does with these `options`, by a template like the server's with `source`.
 
-    Raise `InvalidRequest` if the template is wrong, takes too long or too much memory, or prints too much.
+    Raise `InvalidRequest` if the template is wrong, takes too long or too much memory, or prints too much, and
+    `Overloaded` if too many wait.
     """
     if len(source) > MAX_SOURCE:
         raise InvalidRequest(f"{FIELD} must hold at most {MAX_SOURCE} characters, got {len(source)}", FIELD)
     job = _Job(source, template.arguments, list(messages), options, min(max_characters, MAX_OUTPUT))
-    result = await asyncio.get_running_loop().run_in_executor(_executor, _run, job)
+    if len(_rendering) >= MAX_PROCESSES + MAX_WAITING:
+        raise Overloaded(f"{MAX_WAITING} requests wait for their {FIELD} to be rendered already", RETRY_AFTER)
+    _rendering.add(number := next(_numbers))
+    try:
+        result = await asyncio.get_running_loop().run_in_executor(_executor, _run, job)
+    finally:
+        _rendering.discard(number)
     if result.error:
         raise InvalidRequest(result.error, result.param)
     return result.text

@@ -1,12 +1,14 @@
 """What a request demands of its output's form: OpenAI's `response_format`, vLLM's `structured_outputs` and the older
 `guided_...` fields, of which a request may use one. In a chat, `tool_choice` and `strict` of tools demand calls; and
-where the model chooses, its calls follow their schemas too, if these can be enforced.
+where the model chooses, its calls follow their schemas too, if these can be enforced, since a client that gets wrong
+arguments can do nothing but ask again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from services.gateway.api_requests import ChatRequest, GenerationRequest
 from services.gateway.served_model import ServedModel
@@ -14,6 +16,7 @@ from services.gateway.threads import run_in_thread
 from services.gateway.tools import are_strict, must_call
 from shared.errors import InvalidRequest, brief
 from shared.structured_outputs import StructuredOutputsParams
+from shared.text.lark import WRONG_SCHEMA, without_source
 from shared.text.message_grammar import message_grammar
 from shared.text.message_parser import MessageFormat
 
@@ -50,7 +53,7 @@ async def compile_chat_grammar(request: ChatRequest, model: ServedModel, format:
 def _compile_free_choice(model: ServedModel, format: MessageFormat) -> str:
     """Return the grammar of text and calls; "" if the tools' schemas cannot be enforced, which nobody has demanded."""
     try:
-        grammar = message_grammar(format, strict=True)
+        grammar = message_grammar(format)
         model.grammars.check(grammar, "tools")
     except InvalidRequest:
         return ""
@@ -59,11 +62,42 @@ def _compile_free_choice(model: ServedModel, format: MessageFormat) -> str:
 
 def _compile_chat(request: ChatRequest, model: ServedModel, format: MessageFormat, demand: Demand | None) -> str:
     answer = "" if demand is None else model.grammars.compile(*demand)
-    grammar = message_grammar(format, answer, must_call=must_call(request.tool_choice), strict=True)
-    if grammar:
-        field = demand.field if demand is not None and not format.tools else "tools"
-        model.grammars.check(grammar, field)
+    field = demand.field if demand is not None and not format.tools else "tools"
+
+    def write(format: MessageFormat) -> str:
+        return message_grammar(format, answer, must_call=must_call(request.tool_choice))
+
+    def check(format: MessageFormat) -> str:
+        if grammar := write(format):
+            model.grammars.check(grammar, field)
+        return grammar
+
+    for attempt in (write, check):  # writing it finds some mistakes, which need not be compiled
+        try:
+            grammar = attempt(format)
+        except InvalidRequest as error:
+            raise _of_tool(error, request, format, attempt) from error
     return grammar
+
+
+def _of_tool(
+    error: InvalidRequest, request: ChatRequest, format: MessageFormat, attempt: Callable[[MessageFormat], str]
+) -> InvalidRequest:
+    """Return an error of all tools as that of the first one whose schema is wrong, by its place in the request.
+
+    Compiling stops at a wrong schema, so that looking for it takes no longer than compiling did.
+    """
+    if not error.message.startswith("tools: ") and WRONG_SCHEMA not in error.message:
+        return error
+    for index, tool in enumerate(request.tools or ()):
+        name = tool["function"]["name"]
+        if format.tools and name in format.tools:
+            try:
+                attempt(replace(format, tools={name: format.tools[name]}))
+            except InvalidRequest as own:
+                path = f"tools[{index}].function.parameters"
+                return InvalidRequest(f"{path}{without_source(own.message).removeprefix('tools')}", path)
+    return error
 
 
 def _demand(request: GenerationRequest) -> Demand | None:

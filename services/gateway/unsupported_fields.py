@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import InvalidRequest
+from shared.vllm_params import REFUSED, asks_for_nothing
 
 HINTS = frozenset(
     {
@@ -30,30 +31,33 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
     "function_call": ("none", "auto"),
-    "functions": ([],),
+    "functions": (),
     "modalities": (["text"],),
-    "suffix": ("",),
+    "suffix": (),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "tools": (),
     # vLLM's
     "chat_template": (),
-    "documents": ([],),
-    "ec_transfer_params": ({},),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "media_io_kwargs": ({},),
+    "documents": (),
+    "ec_transfer_params": (),
+    "kv_transfer_params": (),
+    "media_io_kwargs": (),
     "mm_payload": (),
-    "mm_processor_kwargs": ({},),
+    "mm_processor_kwargs": (),
     "prompt_embeds": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
-    "routed_experts_prompt_start": (),
-    "thinking_token_budget": (-1,),
-    "vllm_xargs": ({},),
-    "watermarking": (),
-}
-"""The values besides null with which a field is accepted."""
+    "vllm_xargs": (),
+    # of which vLLM's `SamplingParams` has the same
+    **{
+        name: REFUSED[name][0]
+        for name in (
+            "logits_processors", "logprob_token_ids", "routed_experts_prompt_start", "thinking_token_budget",
+            "watermarking",
+        )
+    },
+}  # fmt: skip
+"""The values, besides null and what is empty, with which a field is accepted."""
 
 
 def unknown_fields(fields: Mapping[str, msgspec.Raw], supported: Container[str]) -> list[str]:
@@ -63,15 +67,7 @@ def unknown_fields(fields: Mapping[str, msgspec.Raw], supported: Container[str])
     """
     foreign = [name for name in fields if name not in supported and name not in HINTS]
     for name in foreign:
-        if name in NEUTRAL_VALUES and not _is_neutral(msgspec.json.decode(fields[name]), NEUTRAL_VALUES[name]):
-            raise InvalidRequest(f"{name} is not supported", name)
+        if name in NEUTRAL_VALUES and not asks_for_nothing(msgspec.json.decode(fields[name]), NEUTRAL_VALUES[name]):
+            reason = f": {REFUSED[name][1]}" if name in REFUSED else ""
+            raise InvalidRequest(f"{name} is not supported{reason}", name)
     return [name for name in foreign if name not in NEUTRAL_VALUES]
-
-
-def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
-    return value is None or any(_equal(value, neutral) for neutral in neutral_values)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values of JSON are equal. To Python, 0 equals False and 1 equals True."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

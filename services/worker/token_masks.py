@@ -20,12 +20,10 @@ from torch import Tensor
 from services.worker.matchers import WORD, GrammarMatchers, Matcher
 from services.worker.sequence_states import Ints, is_masked
 from shared.errors import QuireError
-from shared.protocol import Sampling, StepPlan, unpack_tokens
+from shared.protocol import NOTHING_LEFT, Sampling, StepPlan, unpack_tokens
 from shared.text.grammars import GrammarCompiler
 
 Words = npt.NDArray[np.uint32]
-
-NOTHING_LEFT = "no token may come next: allowed_token_ids, bad_words and the output's grammar have none in common"
 
 
 class SampledTokens(Protocol):
@@ -48,11 +46,12 @@ class _Sequence:
     def __init__(self, sampling: Sampling, output: Sequence[int], num_words: int, matcher: Matcher | None) -> None:
         """`output` are the tokens so far, which `matcher` has seen. There is one if there is a grammar."""
         self.sampling = sampling
-        self.has_lists = bool(sampling.allowed_tokens or sampling.bad_words)
         self.output = matcher.output if matcher is not None else list(output)  # that has been seen
         self.matcher = matcher
-        self._allowed = _as_words(sampling.allowed_tokens, num_words)  # less the bad words of one token
-        _take(self._allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
+        self._allowed: Words | None = None  # less the bad words of one token; None: only the grammar limits them
+        if sampling.allowed_tokens or sampling.bad_words:
+            self._allowed = _as_words(sampling.allowed_tokens, num_words)
+            _take(self._allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
         self._bad_ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens by those before
         for word in sampling.bad_words:
             if len(word) > 1:
@@ -71,11 +70,14 @@ class _Sequence:
         else:
             self.output.append(token)
 
-    def restrict(self, words: Words) -> None:
-        """Take from a mask what `allowed_tokens` and `bad_words` rule out now."""
+    def restrict(self, words: Words) -> bool:
+        """Take from a mask what `allowed_tokens` and `bad_words` rule out now. Return whether anything is left."""
+        if self._allowed is None:
+            return True
         words &= self._allowed
         ends = (self._bad_ends.get(tuple(self.output[-length:]), ()) for length in self._lengths)
         _take(words, list(itertools.chain.from_iterable(ends)))
+        return bool(words.any())
 
 
 class TokenMasks:
@@ -172,11 +174,9 @@ def _restrict(words: Words, sequence: _Sequence, must_go_on: bool) -> str:
     """Take from a mask what does not come from a grammar. Return why the sequence cannot go on; empty if it can."""
     if sequence.matcher is not None and sequence.matcher.error:
         return sequence.matcher.error
-    if sequence.has_lists:
-        sequence.restrict(words)
-        if not words.any():
-            words[:] = 2**WORD - 1  # a token is sampled all the same, and does not count
-            return NOTHING_LEFT
+    if not sequence.restrict(words):
+        words[:] = 2**WORD - 1  # a token is sampled all the same, and does not count
+        return NOTHING_LEFT
     if must_go_on:
         rest = words.copy()
         _take(rest, sequence.sampling.stop_token_ids)

@@ -1,6 +1,7 @@
 """Writes grammars in Lark's notation, in llguidance's dialect of it."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,6 +123,18 @@ def check_length(text: str, param: str, limit: int = MAX_LENGTH) -> None:
     """Raise `InvalidRequest` if `text` has more than `limit` bytes."""
     if (length := len(text.encode(errors="replace"))) > limit:
         raise InvalidRequest(f"{param} must have at most {limit} bytes, got {length}", param)
+
+
+WRONG_SCHEMA = "failed to compile JSON schema: "
+"""How the library begins to say what is wrong with a schema in a grammar."""
+
+_SOURCE_LINE = re.compile(r" +\d+ \| | +\^$")
+
+
+def without_source(error: str) -> str:
+    """Return an error of a schema in a grammar without the lines of that, which the schema's author has not written."""
+    lines = [line for line in error.split("\n") if not _SOURCE_LINE.match(line)]
+    return re.sub(rf"at \d+\(\d+\): {WRONG_SCHEMA}", "", "\n".join(lines))
 
 
 def first_lines(error: str) -> str:

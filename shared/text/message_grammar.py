@@ -16,15 +16,15 @@ SPACE = r"/ \n{0,2}|\n{1,2}/"
 """What a model may write between its reasoning and the answer. The parser drops it."""
 
 
-def message_grammar(format: MessageFormat, answer: str = "", *, must_call: bool = False, strict: bool = False) -> str:
+def message_grammar(format: MessageFormat, answer: str = "", *, must_call: bool = False) -> str:
     """Return the grammar of an output; "" if it is free.
 
     `answer` is the grammar of an answer without calls; "" if that is free. If `must_call`, there is at least one call
-    instead. If `strict`, calls that the model may make have arguments by the tools' schemas. Raise `InvalidRequest` for
-    a schema that is none, and for a demand that the format of calls does not allow.
+    instead. Calls that the model may make have arguments by the tools' schemas. Raise `InvalidRequest` for a schema
+    that is none, and for a demand that the format of calls does not allow.
     """
     if format.choice.reasoning == HARMONY_REASONING:
-        return _harmony(format, answer, must_call, strict)
+        return _harmony(format, answer, must_call)
     if must_call:
         return _behind_reasoning(format, {"calls": _calls(format)})
     if answer and not format.tools:
@@ -37,7 +37,7 @@ def message_grammar(format: MessageFormat, answer: str = "", *, must_call: bool 
                 "tools",
             )
         return _behind_reasoning(format, {"calls": _calls(format), "answer": answer})
-    if strict and format.tools:
+    if format.tools:
         return _behind_reasoning(format, {"calls": _calls(format, in_text=True)})
     return ""
 
@@ -72,9 +72,9 @@ def _reasoning(grammar: CallGrammar, format: MessageFormat) -> str:
     return f"(({' | '.join(map(grammar.marker, family.begins))}) {rest})?"
 
 
-def _harmony(format: MessageFormat, answer: str, must_call: bool, strict: bool) -> str:
+def _harmony(format: MessageFormat, answer: str, must_call: bool) -> str:
     """Return the grammar of messages in harmony's format, of which the last is the answer or a call."""
-    if format.reasoning_is_over or not (answer or must_call or (strict and format.tools)):
+    if format.reasoning_is_over or not (answer or must_call or format.tools):
         return answer
     grammar = CallGrammar(format.choice.token_ids)
     start, channel, constrain, message = map(grammar.marker, (START, CHANNEL, CONSTRAIN, MESSAGE))

@@ -3,7 +3,8 @@
 A template gets each message's `content` in the format that it reads (`content_format.py`), whichever format the client
 used; null or missing content is ''. The arguments of tool calls are parsed from JSON, since most templates print them
 as objects. A field that is null, or an empty list of tool calls, is left out, since templates test whether a field
-exists. Other fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
+exists. Reasoning gets all of its names; that of calls is `thinking`, too, as the template of gpt-oss calls it. Other
+fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
 """
 
 import json
@@ -51,6 +52,8 @@ def _normalize(message: Any, path: str, formats: ContentFormats) -> Message:
             del result["tool_calls"]
     if reasoning := next((result[name] for name in REASONING if result.get(name)), None):
         result |= dict.fromkeys(REASONING, reasoning)  # templates and clients know one of the names
+        if "tool_calls" in result and not text_of(message.get("content")):  # that of gpt-oss refuses both
+            result.setdefault("thinking", reasoning)
     if "function_call" in result:  # the predecessor of tool_calls
         result["function_call"] = _function(result["function_call"], f"{path}.function_call", formats.json_arguments)
     return result

@@ -61,9 +61,9 @@ async def test_a_demand_for_calls_reaches_the_engine() -> None:
     assert named == expected(tools={"get_weather": PARAMETERS}, must_call=True, parallel=False)
     assert len({required, one, named}) == 3
     for choice in ("auto", None):
-        assert await grammar_of(HERMES, tool_choice=choice, **tools) == expected(strict=True)
+        assert await grammar_of(HERMES, tool_choice=choice, **tools) == expected()
     assert await grammar_of(HERMES, tool_choice="none", **tools) == ""
-    assert await grammar_of(HERMES, tools=[STRICT]) == expected(tools={"get_weather": PARAMETERS}, strict=True)
+    assert await grammar_of(HERMES, tools=[STRICT]) == expected(tools={"get_weather": PARAMETERS})
     assert await grammar_of(HERMES, tools=[STRICT], tool_choice="none") == ""
 
 
@@ -153,18 +153,22 @@ BOMB = {"properties": {f"property {at}": {"type": "string"} for at in range(3000
 async def test_a_schema_that_cannot_be_enforced_is_refused(
     family: str, parameters: Any, words: str, stream: bool
 ) -> None:
-    """If calls are enforced. Otherwise a schema is only shown."""
+    """If calls are enforced, by its place in the request. Otherwise a schema is only shown."""
     backend = FakeBackend(max_model_len=1_000_000)
     body = {"messages": MESSAGES, "stream": stream}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     async with serve(backend, template=TEMPLATES[family]) as client:
         for fields in (
-            {"tools": [tool], "tool_choice": "required"},
-            {"tools": [{"type": "function", "function": {**tool["function"], "strict": True}}]},
+            {"tools": [TOOL, tool], "tool_choice": "required"},
+            {"tools": [TOOL, {"type": "function", "function": {**tool["function"], "strict": True}}]},
         ):
             status, error = await client.refused(PATH, body | fields)
-            assert (status, error["param"]) == (400, "tools")
+            path = "tools" if parameters is BOMB else "tools[1].function.parameters"
+            assert (status, error["param"]) == (400, path)
+            assert error["message"].startswith(path)
             assert words in error["message"]
+            assert "%json" not in error["message"], "the client knows no grammar"
+            assert "rule" not in error["message"]
         assert not backend.requests
         await client.chat(tools=[tool])
     (request,) = backend.requests

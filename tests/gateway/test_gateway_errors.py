@@ -28,6 +28,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 BEAMS = {"use_beam_search": True}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WRONG_TOOL = {"type": "function", "function": {"name": "g", "parameters": {"required": 1}}}
 SHOWS_TOOLS = CHATML + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
 
 
@@ -214,6 +215,10 @@ CASES = [
         "tools[0].function.strict", "true or false",
     ),
     chat({"tool_choice": "x"}, "tool_choice", "'required'", "'x'"),
+    chat(
+        {"tools": [TOOL, WRONG_TOOL], "tool_choice": "required"}, "tools[1].function.parameters", "'required'", "got 1",
+        template=SHOWS_TOOLS, tool_call_parser="hermes",
+    ),
     chat({"tool_choice": "required"}, "tool_choice", "needs tools"),
     chat({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
     chat({"tools": [TOOL]}, "tools", "--chat-template"),
@@ -254,6 +259,7 @@ UNREACHABLE = {
 UNREACHABLE_FUNCTIONS = {
     ("beam_params.py", "__post_init__"): "the parameters of quire.LLM: tests/shared/test_beam_search.py",
     ("engine_connection.py", "_to_error"): "an engine's refusals: tests/gateway/test_gateway_backend.py",
+    ("generation.py", "_apply"): "an engine's errors: tests/gateway/test_gateway_structured_outputs.py",
 }
 
 

@@ -608,6 +608,7 @@ async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -
         (PATHS[1], {"tool_choice": "auto"}),
         (PATHS[0], {"temperature": 0, "n": 3}),
         *((path, dict.fromkeys(NEUTRAL_VALUES)) for path in PATHS),
+        *((PATHS[0], dict.fromkeys(NEUTRAL_VALUES, empty)) for empty in ([], {}, "")),
         (PATHS[1], {name: values[0] for name, values in NEUTRAL_VALUES.items() if values}),
         (PATHS[0], {"service_tier": "default", "store": False, "logit_bias": {"5": 1}}),
     ],

@@ -114,6 +114,16 @@ async def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.Monke
         assert "within 0.01 s" in error["message"]
 
 
+async def test_few_requests_wait_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_template, "MAX_WAITING", 1 - request_template.MAX_PROCESSES)
+    body = {"messages": [USER], "chat_template": CHATML}
+    async with serve(trust_request_chat_template=True) as client:
+        for _ in range(2):
+            answers = await asyncio.gather(*(client.post(PATH, json=body) for _ in range(3)))
+            assert sorted(answer.status for answer in answers) == [200, 429, 429]
+            assert {answer.headers.get("Retry-After") for answer in answers if answer.status == 429} == {"5"}
+
+
 def test_a_process_ends_by_itself_if_its_gateway_was_killed() -> None:
     """It has a limit of its own, since nobody is there to end it."""
     job = request_template._Job(ENDLESS, {}, [USER], {}, 100)

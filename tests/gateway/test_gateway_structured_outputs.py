@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from shared.protocol import NOTHING_LEFT, FinishReason, ProgressRow
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text.grammars import grammar_text
-from tests.gateway.fakes import EOS, FakeBackend, says, serve
+from tests.gateway.fakes import EOS, FakeBackend, FakeEngineRequest, says, serve
 from tests.gateway.test_gateway_client import CHAT, ask
 from tests.gateway.test_gateway_limits import PATHS, body, refuses
 
@@ -124,3 +125,19 @@ async def test_the_official_client_parses_an_answer() -> None:
     answer = await ask(backend, lambda client: client.chat.completions.parse(**CHAT, response_format=Thing))
     assert answer.choices[0].message.parsed == Thing(a=12, tags=["x"])
     assert '"additionalProperties":false' in backend.requests[0].sampling.grammar.replace(" ", "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_demands_that_exclude_each_other_are_the_clients_fault(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Only the engine sees it, and at any token. No other engine is to blame, and none is tried."""
+    row = ProgressRow(1, 0, 0, [], finish_reason=FinishReason.ERROR, detail=NOTHING_LEFT)
+    monkeypatch.setattr(FakeEngineRequest, "_row", lambda *_: row)
+    body = {"prompt": "hi", "guided_choice": ["yes"], "bad_words": ["yes"], "stream": stream}
+    async with serve() as client, client.post("/v1/completions", json=body) as response:
+        text = await response.text()
+    assert response.status == (200 if stream else 400)
+    error = json.loads(text.removeprefix("data: ").partition("\n")[0])["error"]
+    assert (error["code"], error["type"]) == (400, "BadRequestError")
+    assert all(name in error["message"] for name in ("bad_words", "allowed_token_ids", "grammar"))

@@ -363,6 +363,15 @@ def test_a_repeated_prompt_is_found_in_the_cache_unless_that_is_off(folder: Path
         assert (cached[1] > 0) is caching
 
 
+def test_a_request_may_leave_the_cache_unread(folder: Path) -> None:
+    prompt, unread = " ".join(PROMPTS), msgspec.structs.replace(GREEDY, skip_reading_prefix_cache=True)
+    with LLM(folder, kv_cache_memory=0.05, num_threads=1) as llm:
+        outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for params in (unread, unread, GREEDY, unread)]
+        assert [output.num_cached_tokens for output in outputs] == [0] * 4
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens > 0
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+
+
 def test_prompts_of_one_salt_share_a_cache_until_it_is_reset(folder: Path) -> None:
     with LLM(folder, kv_cache_memory=0.05, num_threads=1) as llm:
 

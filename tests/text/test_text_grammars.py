@@ -270,3 +270,27 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
     compiler = GrammarCompiler(Tokenizer(make_backend()))
     with pytest.raises(InvalidRequest, match="no token that ends"):
         compiler.check(grammar_text(StructuredOutputsParams(regex="a")), "guided_regex")
+
+
+@pytest.mark.parametrize(
+    ("demand", "text"),
+    [
+        ({"json": PERSON}, '{"name": "Zoë and a name that is rather long", "age": 41}'),
+        ({"json": {"type": "string", "maxLength": 12}}, '"one two 3456"'),
+        ({"json": {"type": "string", "format": "email"}}, '"jane.doe12+news@example-mail.co.uk"'),
+        ({"json": {"type": "string", "format": "uuid"}}, '"123e4567-e89b-12d3-a456-426614174000"'),
+        ({"json": {"type": "string", "pattern": "^[a-z]{3,12}[0-9]?$"}}, '"internation7"'),
+        ({"regex": r"[a-zA-Z_][a-zA-Z0-9_]*"}, "some_Name2"),
+    ],
+    ids=str,
+)
+def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch, demand: dict[str, Any], text: str) -> None:
+    grammar = grammar_text(StructuredOutputsParams(**demand))
+    monkeypatch.setattr(grammars, "SLICES", [])
+    matchers = [COMPILER.matcher(grammar), GrammarCompiler(TOKENIZER).matcher(grammar)]
+    words = np.zeros((2, COMPILER.mask_words), np.int32)
+    for token in TOKENIZER.encode(text):
+        for row, matcher in enumerate(matchers):
+            fill_next_token_bitmask(matcher, words, row)
+            assert matcher.consume_token(token)
+        assert (words[0] == words[1]).all()

@@ -29,7 +29,6 @@ def output_of(
     tools: str | None = None,
     tokens: bool = True,
     must_call: bool = False,
-    strict: bool = False,
     **state: bool,
 ) -> Matcher:
     """Return a matcher of outputs of a model with these parsers."""
@@ -37,7 +36,7 @@ def output_of(
     def make_grammar(ids: Mapping[str, int]) -> str:
         choice = ParserChoice(reasoning, tools, token_ids=ids)
         format = MessageFormat(choice, None if tools is None else TOOLS, **state)
-        return message_grammar(format, answer, must_call=must_call, strict=strict)
+        return message_grammar(format, answer, must_call=must_call)
 
     markers = ParserChoice(reasoning, tools).markers(with_tools=tools is not None)
     return Matcher(markers, make_grammar, tokens=tokens)
@@ -113,8 +112,8 @@ def test_a_call_that_must_be_is_none_of_the_answers_form() -> None:
     assert not output.matches('{"sum": 3}')
 
 
-def test_strict_calls_in_text_behind_the_reasoning() -> None:
-    output = output_of(reasoning="qwen3", tools="hermes", strict=True)
+def test_calls_in_text_behind_the_reasoning() -> None:
+    output = output_of(reasoning="qwen3", tools="hermes")
     call, wrong = write("hermes", True, [WEATHER]), write("hermes", True, [WRONG[0]])
     for text in ("It rains.", f"I look.\n{call}", call):
         assert output.matches(text)
@@ -133,8 +132,7 @@ def test_calls_without_a_marker_are_not_told_from_text(family: str) -> None:
 
 def test_without_a_demand_an_output_is_free() -> None:
     for choice in (ParserChoice("qwen3", "hermes"), ParserChoice("openai_gptoss", "openai")):
-        assert message_grammar(MessageFormat(choice, TOOLS)) == ""
-        assert message_grammar(MessageFormat(choice), strict=True) == ""
+        assert message_grammar(MessageFormat(choice)) == message_grammar(MessageFormat(choice, {})) == ""
 
 
 def test_an_answer_without_reasoning_has_its_own_grammar() -> None:
@@ -168,12 +166,12 @@ def test_harmony_the_form_is_that_of_the_last_channel() -> None:
 
 
 def test_harmony_calls() -> None:
-    must, strict, either = harmony(must_call=True), harmony(strict=True), harmony(ANSWER)
+    must, free, either = harmony(must_call=True), harmony(), harmony(ANSWER)
     for before in ("", ANALYSIS, ANALYSIS + PREAMBLE):
-        for output in (must, strict, either):
+        for output in (must, free, either):
             assert output.matches(before + call_of(WEATHER))
             for wrong in WRONG:
                 assert not output.matches(before + call_of(wrong))
         text, form = before + FINAL + "It rains.", before + FINAL + json.dumps({"sum": 1})
-        assert [output.matches(text) for output in (must, strict, either)] == [False, True, False]
-        assert [output.matches(form) for output in (must, strict, either)] == [False, True, True]
+        assert [output.matches(text) for output in (must, free, either)] == [False, True, False]
+        assert [output.matches(form) for output in (must, free, either)] == [False, True, True]

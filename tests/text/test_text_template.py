@@ -43,6 +43,16 @@ def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
     assert render({"role": "assistant", "tool_calls": calls}, template=ARGUMENTS) == '{"a": "é"};{"b": 1};'
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_the_thinking_of_a_call_is_there_for_the_template_of_gpt_oss(name: str) -> None:
+    """Which refuses it beside a content, and calls nothing else by this name."""
+    template = "{% for m in messages %}{{ m.thinking }},{{ m.reasoning }},{{ m.content }};{% endfor %}"
+    call: dict[str, Any] = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], name: "hm"}
+    messages = [call, call | {"content": ""}, call | {"content": "I look."}, {"role": "assistant", name: "hm"}]
+    assert render(*messages, template=template) == "hm,hm,;hm,hm,;,hm,I look.;,hm,;"
+    assert render(call | {"thinking": "own"}, template=template) == "own,hm,;"
+
+
 @pytest.mark.parametrize("arguments", [None, "null", "", " \n", " null ", "{}", {}, ...])
 @pytest.mark.parametrize("field", ["tool_calls", "function_call"])
 def test_arguments_that_are_not_there_are_an_empty_object(field: str, arguments: Any) -> None:
