@@ -36,8 +36,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     instruction_set: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx_vnni", "avx2", "none"],
         Meta(
-            description="Instructions that the kernels use on a CPU; auto: the best that it has and that they are "
-            "compiled for; none: plain torch operations instead of kernels."
+            description="Instruction set that the kernels use on a CPU; auto: the best that it has; none: plain torch "
+            "operations instead of kernels."
         ),
     ] = "auto"
     dtype: Annotated[
