@@ -33,6 +33,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Device to run on; auto takes a GPU if there is one.")
     ] = "auto"
+    instruction_set: Annotated[
+        Literal["auto", "amx", "avx512_bf16", "avx512", "avx_vnni", "avx2", "none"],
+        Meta(
+            description="Instruction set that the kernels use on a CPU; auto: the best that it has; none: plain torch "
+            "operations instead of kernels."
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
         Meta(

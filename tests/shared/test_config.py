@@ -152,6 +152,7 @@ OTHER_VALUES: list[object] = [
     "warning",
     "/under/here",
     "openai",
+    "avx2",
     "least_loaded",
     "text",
 ]

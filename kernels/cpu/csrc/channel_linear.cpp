@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "int8.h"
+#include "int8_tiles.h"
 #include "matrix.h"
 #include "parts.h"
 #include "tiles.h"
@@ -141,28 +142,42 @@ void unpack_record(const uint8_t* record, uint8_t* u) {
     }
 }
 
+// Adds all terms times a group, whose u are those of the packed weight if it has 8 bits.
+template <int BITS>
+void multiply_group(const uint8_t* u, const Terms& terms, Int8Tiles& tiles, float* sums) {
+    if (tiles.fit(terms)) {  // the integers, and so the sums, are those of `multiply_tile`
+        if (BITS == 8) prefetch_ahead(u, terms.size * PANEL);
+        return tiles.for_each_dots(u, terms, [&](const Term& term, const int32_t* dots) {
+            I32x16 zero = I32x16::set(-ZERO_POINT * term.total);
+            add_term(I32x16::load(dots) + zero, I32x16::load(dots + 16) + zero, term, sums);
+        });
+    }
+    for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
+        const int8_t* q = terms.q + first * terms.size;
+        if (BITS == 8 && first == 0)
+            multiply_tile<n, true>(u, terms.size, q, terms.term, sums);
+        else
+            multiply_tile<n, false>(u, terms.size, q, terms.term + first, sums);
+    });
+}
+
 template <int BITS>
 void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* sums) {
+    Int8Tiles tiles;
     const uint8_t* u = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(BITS, w.inputs);
     for (int64_t g = 0; g < rows.groups(); g++) {
         Terms terms = rows.terms(g);
-        int64_t bytes = panel_quant_bytes(BITS, terms.size);
-        if (BITS == 4 && terms.count <= DIRECT_TERMS) {
+        if (BITS == 8) {
+            multiply_group<8>(u, terms, tiles, sums);
+        } else if (terms.count <= DIRECT_TERMS) {
             for_even_tiles<DIRECT_TERMS>(terms.count, [&](auto n, int64_t) { multiply_records<n>(u, terms, sums); });
         } else {
             alignas(64) uint8_t unpacked[MAX_ACTIVATION_GROUP * PANEL];
-            for (int k = 0; BITS == 4 && k < terms.size; k += RECORD_INPUTS)
+            for (int k = 0; k < terms.size; k += RECORD_INPUTS)
                 unpack_record(u + panel_quant_bytes(4, k), unpacked + k * PANEL);
-            const uint8_t* group_u = BITS == 4 ? unpacked : u;
-            for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
-                const int8_t* q = terms.q + first * terms.size;
-                if (BITS == 8 && first == 0)
-                    multiply_tile<n, true>(group_u, terms.size, q, terms.term, sums);
-                else
-                    multiply_tile<n, false>(group_u, terms.size, q, terms.term + first, sums);
-            });
+            multiply_group<4>(unpacked, terms, tiles, sums);
         }
-        u += bytes;
+        u += panel_quant_bytes(BITS, terms.size);
     }
 }
 
@@ -255,16 +270,6 @@ void pack_output(const float* x, int64_t inputs, int lane, uint8_t* panel) {
     }
 }
 
-template <class T>
-void read_row(const T* row, int64_t stride, std::vector<float>& x) {
-    int64_t inputs = x.size();
-    if (stride == 1) {
-        for (int64_t k = 0; k < inputs; k += 16) F32x16::load(row + k).store(&x[k]);
-        return;
-    }
-    for (int64_t k = 0; k < inputs; k++) x[k] = widen(row[k * stride]);
-}
-
 // Returns the panels of the outputs of all parts, one after another.
 at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
     TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
@@ -279,7 +284,7 @@ at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
             uint8_t* panel_data = data + panel * bytes;
             std::fill_n(panel_data, bytes, 0);
             for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
-                read_row(row, stride, x);
+                read_inputs(row, stride, inputs, x.data());
                 bits == 8 ? pack_output<8>(x.data(), inputs, lane, panel_data)
                           : pack_output<4>(x.data(), inputs, lane, panel_data);
             });
