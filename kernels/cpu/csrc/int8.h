@@ -47,14 +47,23 @@ struct I32x16 {
         return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
     }
     I32x16 operator+(I32x16 o) const { return {_mm512_add_epi32(v, o.v)}; }
-    I32x16 operator*(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
+    // Multiplies lanes of 0..32767 by lanes of 16 bits.
+    I32x16 times_16(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
     // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
     void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;
         std::memcpy(&four, quad, 4);
         add_byte_products(v, quants.v, _mm512_set1_epi32(four));
     }
+    I32x16 total() const { return *this; }
     F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
+};
+
+// Up to eight dot products of 4-bit quants.
+struct NibbleSum : I32x16 {
+    static NibbleSum set(int32_t x) { return {I32x16::set(x)}; }
+    // Returns the sums, which began at 0, times numbers of eight bits.
+    I32x16 times(I32x16 factor) const { return {_mm512_mullo_epi32(v, factor.v)}; }
 };
 
 #else
@@ -101,7 +110,7 @@ struct I32x16 {
         return {half(p), half(p + 8)};
     }
     I32x16 operator+(I32x16 o) const { return {_mm256_add_epi32(lo, o.lo), _mm256_add_epi32(hi, o.hi)}; }
-    I32x16 operator*(I32x16 o) const { return {_mm256_mullo_epi32(lo, o.lo), _mm256_mullo_epi32(hi, o.hi)}; }
+    I32x16 times_16(I32x16 o) const { return {_mm256_madd_epi16(lo, o.lo), _mm256_madd_epi16(hi, o.hi)}; }
     // Multiplies even and odd bytes as 16-bit numbers, since the instruction for bytes saturates.
     void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;
@@ -115,7 +124,32 @@ struct I32x16 {
         lo = _mm256_add_epi32(lo, dot(quants.lo));
         hi = _mm256_add_epi32(hi, dot(quants.hi));
     }
+    I32x16 total() const { return *this; }
     F32x16 to_float() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
+};
+
+// The instruction for bytes does not saturate here: two products are at most 2 * 15 * 127, and 16 bits hold eight such
+// pairs. That is half as many multiplications as `I32x16::add_dot` needs.
+struct NibbleSum {
+    __m256i lo, hi;  // two sums of 16 bits for each lane
+    int32_t start;
+    static NibbleSum set(int32_t x) { return {_mm256_setzero_si256(), _mm256_setzero_si256(), x}; }
+    void add_dot(U8x64 nibbles, const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        __m256i signed_bytes = _mm256_set1_epi32(four);
+        lo = _mm256_add_epi16(lo, _mm256_maddubs_epi16(nibbles.lo, signed_bytes));
+        hi = _mm256_add_epi16(hi, _mm256_maddubs_epi16(nibbles.hi, signed_bytes));
+        asm("" : "+x"(lo), "+x"(hi));  // otherwise GCC 12 adds in another order, with all products in memory
+    }
+    I32x16 total() const {
+        __m256i one = _mm256_set1_epi16(1);
+        return I32x16{_mm256_madd_epi16(lo, one), _mm256_madd_epi16(hi, one)} + I32x16::set(start);
+    }
+    I32x16 times(I32x16 factor) const {
+        auto pairs = [](__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); };
+        return {_mm256_madd_epi16(lo, pairs(factor.lo)), _mm256_madd_epi16(hi, pairs(factor.hi))};
+    }
 };
 
 #endif
