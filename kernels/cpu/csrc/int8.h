@@ -54,13 +54,15 @@ struct I32x16 {
     }
     static I32x16 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
     I32x16 operator+(I32x16 o) const { return {_mm512_add_epi32(v, o.v)}; }
-    I32x16 operator*(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
+    // Multiplies lanes of 0..32767 by lanes of 16 bits.
+    I32x16 times_16(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
     // Lane i adds unsigned[4i..4i+3] times signed[4i..4i+3].
     void add_products(U8x64 unsigned_bytes, U8x64 signed_bytes) {
         add_byte_products(v, unsigned_bytes.v, signed_bytes.v);
     }
     // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
     void add_dot(U8x64 quants, const int8_t* quad) { add_products(quants, U8x64::repeat_quad(quad)); }
+    I32x16 total() const { return *this; }
     F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
     static I32x16 round(F32x16 x) { return {_mm512_cvtps_epi32(x.v)}; }
     template <int BITS>
@@ -125,7 +127,7 @@ struct I32x16 {
         return {half(p), half(p + 8)};
     }
     I32x16 operator+(I32x16 o) const { return {_mm256_add_epi32(lo, o.lo), _mm256_add_epi32(hi, o.hi)}; }
-    I32x16 operator*(I32x16 o) const { return {_mm256_mullo_epi32(lo, o.lo), _mm256_mullo_epi32(hi, o.hi)}; }
+    I32x16 times_16(I32x16 o) const { return {_mm256_madd_epi16(lo, o.lo), _mm256_madd_epi16(hi, o.hi)}; }
 #if defined(__AVXVNNI__)
     void add_products(U8x64 unsigned_bytes, U8x64 signed_bytes) {
         auto add = [](__m256i& sum, __m256i u, __m256i s) {
@@ -150,6 +152,7 @@ struct I32x16 {
         hi = _mm256_add_epi32(hi, dot(quants.hi));
     }
 #endif
+    I32x16 total() const { return *this; }
     F32x16 to_float() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
     static I32x16 round(F32x16 x) { return {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
     template <int BITS>
@@ -162,6 +165,43 @@ struct I32x16 {
         pairs = _mm256_permute4x64_epi64(pairs, 0b11011000);
         __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    }
+};
+
+#endif
+
+// Up to eight dot products of 4-bit quants.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+struct NibbleSum : I32x16 {
+    static NibbleSum set(int32_t x) { return {I32x16::set(x)}; }
+    // Returns the sums, which began at 0, times numbers of eight bits.
+    I32x16 times(I32x16 factor) const { return times_16(factor); }
+};
+
+#else
+
+// The instruction for bytes does not saturate here: two products are at most 2 * 15 * 127, and 16 bits hold eight such
+// pairs. That is half as many multiplications as `I32x16::add_dot` needs.
+struct NibbleSum {
+    __m256i lo, hi;  // two sums of 16 bits for each lane
+    int32_t start;
+    static NibbleSum set(int32_t x) { return {_mm256_setzero_si256(), _mm256_setzero_si256(), x}; }
+    void add_dot(U8x64 nibbles, const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        __m256i signed_bytes = _mm256_set1_epi32(four);
+        lo = _mm256_add_epi16(lo, _mm256_maddubs_epi16(nibbles.lo, signed_bytes));
+        hi = _mm256_add_epi16(hi, _mm256_maddubs_epi16(nibbles.hi, signed_bytes));
+        asm("" : "+x"(lo), "+x"(hi));  // otherwise GCC 12 adds in another order, with all products in memory
+    }
+    I32x16 total() const {
+        __m256i one = _mm256_set1_epi16(1);
+        return I32x16{_mm256_madd_epi16(lo, one), _mm256_madd_epi16(hi, one)} + I32x16::set(start);
+    }
+    I32x16 times(I32x16 factor) const {
+        auto pairs = [](__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); };
+        return {_mm256_madd_epi16(lo, pairs(factor.lo)), _mm256_madd_epi16(hi, pairs(factor.hi))};
     }
 };
 
