@@ -105,6 +105,7 @@ class Refusal(Enum):
     DRAINING = "draining"  # this engine takes no new work
     INVALID = "invalid"  # breaks a rule of this protocol
     NOT_READY = "not_ready"  # no worker has come yet
+    UNKNOWN_ADAPTER = "unknown_adapter"  # the engine has none of that name
 
 
 class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -301,6 +302,9 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     blocks_swapped_out: Count = 0  # counter: blocks copied to host memory
     blocks_swapped_in: Count = 0  # counter: blocks copied back
     preemptions_swapped: Count = 0  # counter: the part of `preemptions` whose blocks were kept in host memory
+    max_loras: Count = 0  # adapters that a step can use; 0: the engine takes none
+    adapters_running: list[ShortText] = []  # names of those that sequences with a slot use, as loaded now or before
+    adapters_waiting: list[ShortText] = []  # names of those that sequences without a slot use
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
@@ -407,7 +411,7 @@ class LoadAdapter(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     path: ShortText
 
 
-class UnloadAdapter(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+class UnloadAdapter(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """Has the worker drop an adapter from host memory. No plan names it any more."""
 
     adapter: Count
@@ -537,14 +541,14 @@ class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fie
     epoch: Epoch
 
 
-class AdapterLoaded(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
+class AdapterLoaded(Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
     """Answers `LoadAdapter`. Plans can name the adapter now."""
 
     adapter: Count
     digest: ShortText  # of its files
 
 
-class AdapterRefused(Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
+class AdapterRefused(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
     """Answers `LoadAdapter`. The worker keeps nothing of it."""
 
     adapter: Count
