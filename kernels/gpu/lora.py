@@ -153,7 +153,7 @@ def _expand(
 
 
 def configurations() -> Iterator[Configuration]:
-    """Yield the operations of a Llama of 8 billion parameters with adapters of its type, at 64 decodes of 4 adapters."""
+    """Yield the operations of a Llama of 8 billion parameters, at 64 decodes with 4 adapters of its type."""
     shapes = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336))}
     for name, (inputs, outputs) in shapes.items():
         for rank in (8, 16, 32, 64, 128):

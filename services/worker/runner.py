@@ -226,7 +226,7 @@ class ModelRunner:
         assert self._state is not None
         allocated = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.launch(largest_plan(sizes)).result()
+        self.launch(largest_plan(sizes, adapters=self._adapters is not None)).result()
         activations = torch.cuda.max_memory_allocated(self.device) - allocated
         torch.cuda.empty_cache()
         graphs = self._measure_graphs(self._state, new_capture(), config.max_num_seqs) if new_capture else 0
@@ -254,7 +254,7 @@ class ModelRunner:
         """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
         began = time.perf_counter()
         report_compilations(None)  # these are meant to be
-        for plan in kernel_plans(sizes, self._model.shape.vocab_size):
+        for plan in kernel_plans(sizes, self._model.shape.vocab_size, adapters=self._adapters is not None):
             self.launch(plan)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
