@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kernels.kv_bias import KVBias
+from kernels.lora import LoraStack
 
 
 class Projection(NamedTuple):
-    """A weight as `pack_linear` returned it, and the bias (out,)."""
+    """A weight as `pack_linear` returned it, the bias (out,), and the slots of adapters."""
 
     weight: Any
     bias: Tensor | None
+    lora: LoraStack | None = None
 
 
 class Expert(NamedTuple):

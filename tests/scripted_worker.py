@@ -126,6 +126,12 @@ class ScriptedRunner:
     def configure(self, message: Configure) -> None:
         self.slots = {}
 
+    def load_adapter(self, adapter: int, path: str) -> str:
+        return f"digest of {path}"
+
+    def unload_adapter(self, adapter: int) -> None:
+        pass
+
     def launch(self, plan: StepPlan) -> FinishedStep:
         return FinishedStep(self._execute(plan))
 
