@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu.attention import AttentionPlan
 from kernels.cpu.linear import PackedChannelWeight, PackedQuantizedWeight, PackedWeight
 from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
-from kernels.lora import LoraSegments
+from kernels.lora import LoraSegments, LoraStack
 
 ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
 _NO_SEGMENTS = torch.empty(0, dtype=torch.int64)
@@ -28,7 +28,9 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
         return None
     fused = torch.classes.quire.DecoderLayers(config._asdict())
     for layer in layers:
-        fused.add({name: _to_native(value) for name, value in layer._asdict().items()})
+        fields = layer._asdict()
+        lora = fields.pop("lora")
+        fused.add({name: _to_native(value, lora.get(name)) for name, value in fields.items()})
 
     def forward(
         x: Tensor,
@@ -58,11 +60,11 @@ def _is_supported(layer: DecoderLayer) -> bool:
     return supported and layer.down.weight.inputs % PANEL == 0
 
 
-def _to_native(field: Any) -> Any:
-    """Return a layer's field as the type that C++ expects."""
+def _to_native(field: Any, lora: LoraStack | None) -> Any:
+    """Return a layer's field, with its adapters if it has any, as the type that C++ expects."""
     if not isinstance(field, Projection):
         return field
-    weight, bias, lora = field
+    weight, bias = field
     if isinstance(weight, PackedQuantizedWeight):
         arguments = weight.records, weight.outputs, "group", *weight.format
     elif isinstance(weight, PackedChannelWeight):

@@ -39,8 +39,8 @@ def lora_shrink(x: Tensor, stack: LoraStack, segments: LoraSegments) -> Tensor:
 def lora_expand(y: Tensor, shrunk: Tensor, stack: LoraStack, segments: LoraSegments) -> None:
     """y[t, outputs of part p] += B[s, outputs of part p] h[t, p R : (p + 1) R]."""
     for slot, tokens in _segments(segments):
-        halves = zip(shrunk[tokens].split(stack.rank, 1), stack.b[slot].split(list(stack.outputs)), strict=True)
-        delta = torch.cat([part @ b.float().T for part, b in halves], 1)
+        parts, bs = torch.split(shrunk[tokens], stack.rank, 1), torch.split(stack.b[slot], list(stack.outputs))
+        delta = torch.cat([part @ b.float().T for part, b in zip(parts, bs, strict=True)], 1)
         y[tokens] = (y[tokens].float() + delta).to(y.dtype)
 
 

@@ -192,7 +192,8 @@ class _Connection:
                 self._service.feed_watchdog()
                 reason = self._send_result(socket, waiter.take())
             elif loader.socket in events:
-                reason = self._send_answer(socket, loader)
+                reason = None
+                self._send_answer(socket, loader)
             elif socket in events:  # before the monitor: the scheduler's last messages still count
                 reason = self._handle_message(socket, waiter, loader)
             elif monitor.drain():

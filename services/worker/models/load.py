@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,11 +152,11 @@ def _load_native(
     ops: Ops,
     lora: Mapping[str, LoraStack],
 ) -> Decoder:
-    options = {"kv_dtype": precision.kv_dtype, "lora": lora}
+    build = partial(Decoder, kv_dtype=precision.kv_dtype, lora=lora)
     if files is None or match.tensors is None:
-        return Decoder(match.spec, RandomWeights(match.spec, precision, device), ops, **options)
+        return build(match.spec, RandomWeights(match.spec, precision, device), ops)
     with load_weights(files, match.tensors, precision, device) as weights:
-        decoder = Decoder(match.spec, weights, ops, **options)
+        decoder = build(match.spec, weights, ops)
     refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
     return decoder
 

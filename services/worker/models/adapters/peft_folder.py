@@ -16,8 +16,8 @@ from services.worker.models.adapters.targets import LoraTarget, LoraTargets
 from shared.errors import ModelError
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX = "base_model.model."
-_HALVES = (".lora_A.weight", ".lora_B.weight")
+PREFIX, A_SUFFIX, B_SUFFIX = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+"""What PEFT adds to a module's name."""
 
 
 class PeftAdapter(NamedTuple):
@@ -29,9 +29,10 @@ class PeftAdapter(NamedTuple):
 
 def read_adapter(folder: Path, targets: LoraTargets, max_rank: int) -> PeftAdapter:
     """Read the adapter in `folder`. Raise ModelError naming the field or tensor that does not fit the model."""
-    content, weights = _read(folder / CONFIG_FILE), _weights_file(folder)
-    config, shard = read_config(content), open_shard(weights)
-    parts = {}
+    content = _read(folder / CONFIG_FILE)
+    config = read_config(content)
+    weights = _weights_file(folder)
+    shard, parts = open_shard(weights), {}
     for module in _modules(shard.keys(), config, targets):
         parts[targets.modules[module.short]] = _read_part(shard, module, config, targets, max_rank)
     return PeftAdapter(_digest(content, weights), parts)
@@ -43,32 +44,33 @@ class _Module(NamedTuple):
     name: str  # in the model that the adapter was trained with
     short: str  # without the prefix of the whole model
 
-    def tensor(self, half: str) -> str:
-        return f"{_PREFIX}{self.name}{half}"
+    def tensor(self, suffix: str) -> str:
+        return f"{PREFIX}{self.name}{suffix}"
 
 
 def _modules(tensors: Iterable[str], config: PeftConfig, targets: LoraTargets) -> list[_Module]:
     """Return the modules that an adapter changes. The names of its tensors, config and model must agree."""
-    stored = list(tensors)
+    stored = dict.fromkeys(tensors)
     modules = dict.fromkeys(_module_of(tensor, config, targets) for tensor in stored)
     if not modules:
         raise ModelError("it has no tensors")
-    if absent := [module.tensor(half) for module in modules for half in _HALVES if module.tensor(half) not in stored]:
-        raise ModelError(f"tensor {absent[0]} is missing")
+    needed = (module.tensor(suffix) for module in modules for suffix in (A_SUFFIX, B_SUFFIX))
+    if absent := next((tensor for tensor in needed if tensor not in stored), None):
+        raise ModelError(f"tensor {absent} is missing")
     first = next(iter(modules))
     prefix = first.name.removesuffix(first.short)
     for short in targets.modules:
         module = _Module(prefix + short, short)
         if module not in modules and config.targets(module.name):
-            raise ModelError(f"tensor {module.tensor(_HALVES[0])} is missing, and target_modules names its module")
+            raise ModelError(f"tensor {module.tensor(A_SUFFIX)} is missing, and target_modules names its module")
     return list(modules)
 
 
 def _module_of(tensor: str, config: PeftConfig, targets: LoraTargets) -> _Module:
-    half = next((half for half in _HALVES if tensor.endswith(half)), None)
-    if half is None or not tensor.startswith(_PREFIX):
+    suffix = next((suffix for suffix in (A_SUFFIX, B_SUFFIX) if tensor.endswith(suffix)), None)
+    if suffix is None or not tensor.startswith(PREFIX):
         raise ModelError(f"tensor {tensor} is not supported: it is not A or B of a linear module")
-    name = tensor.removeprefix(_PREFIX).removesuffix(half)
+    name = tensor.removeprefix(PREFIX).removesuffix(suffix)
     shorts = [name.removeprefix(prefix) for prefix in targets.prefixes if name.startswith(prefix)]
     short = next((short for short in shorts if short in targets.modules), None)
     if short is None:
@@ -83,9 +85,9 @@ def _module_of(tensor: str, config: PeftConfig, targets: LoraTargets) -> _Module
 def _read_part(shard: Shard, module: _Module, config: PeftConfig, targets: LoraTargets, max_rank: int) -> LoraPart:
     target, rank = targets.modules[module.short], config.rank(module.name)
     if rank > max_rank:
-        raise ModelError(f"tensor {module.tensor(_HALVES[0])} has rank {rank}, above --max-lora-rank {max_rank}")
-    a = _read_tensor(shard, module.tensor(_HALVES[0]), (rank, target.inputs))
-    b = _read_tensor(shard, module.tensor(_HALVES[1]), (target.outputs, rank))
+        raise ModelError(f"tensor {module.tensor(A_SUFFIX)} has rank {rank}, above --max-lora-rank {max_rank}")
+    a = _read_tensor(shard, module.tensor(A_SUFFIX), (rank, target.inputs))
+    b = _read_tensor(shard, module.tensor(B_SUFFIX), (target.outputs, rank))
     return a, b * config.scale(module.name)
 
 

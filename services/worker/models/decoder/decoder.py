@@ -166,6 +166,7 @@ class Decoder:
                     window=attention.layer.window,
                     rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
                     kv_bias=attention.kv_bias,
+                    lora={name: linear.lora for name, linear in layer.linears.items() if linear.lora},
                 )
             )
         config = LayerConfig(

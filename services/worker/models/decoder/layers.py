@@ -48,7 +48,7 @@ class Linear:
 
     @property
     def projection(self) -> Projection:
-        return Projection(self.weight, self.bias, self.lora)
+        return Projection(self.weight, self.bias)
 
     def __call__(self, x: Tensor, segments: LoraSegments | None = None) -> Tensor:
         y = self._ops.linear(x, self.weight, self.bias)
