@@ -110,6 +110,7 @@ class EngineRequest:
         samples_before: int = 0,
         request_id: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         output: "array[int] | None" = None,
         after: "EngineRequest | None" = None,
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
@@ -123,6 +124,7 @@ class EngineRequest:
         """
         self.request_id = request_id
         self.cache_salt = cache_salt
+        self.adapter = adapter  # its name; empty: it uses none
         self.arrival: float = after.arrival if after else time.time()
         self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -156,6 +158,11 @@ class EngineRequest:
     @property
     def sampling(self) -> Sampling:
         return self._sampling
+
+    @property
+    def cache_root(self) -> str:
+        """Return what requests must have in common, besides tokens, to share cached blocks."""
+        return f"{self.adapter}:{self.cache_salt}"
 
     @property
     def max_length(self) -> int:
@@ -329,6 +336,7 @@ class EngineRequest:
             request_id=self.request_id,
             suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
         )
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:
