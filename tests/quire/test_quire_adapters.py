@@ -10,21 +10,11 @@ from transformers import OPTForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from shared.errors import ConfigError, InvalidRequest
-from tests.models.peft_adapters import adapted, make_adapter, set_adapter_config
+from tests.models.peft_adapters import adapted
+from tests.quire.adapter_folders import NAMES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = "the quick brown fox jumps over the lazy dog and the "
-NAMES = ("adapter_1", "adapter_2", "adapter_3")
-
-
-@pytest.fixture(scope="module")
-def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with three adapters of the model, and one that does not fit it."""
-    model, path = OPTForCausalLM.from_pretrained(folder), tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate((*NAMES, "broken")):
-        make_adapter(model, path / name, seed=seed)
-    set_adapter_config(path / "broken", use_dora=True)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +27,7 @@ def expected(folder: Path, adapters: Path) -> dict[str, list[int]]:
         one = adapted(model, adapters / name) if name else model
         generated = one.generate(input_ids=prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
         tokens[name] = generated[0, prompt.shape[1] :].tolist()
-    assert len(set(map(tuple, tokens.values()))) == 4, "they differ"
+    assert len(set(map(tuple, tokens.values()))) == 5, "they differ"
     return tokens
 
 
@@ -130,7 +120,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_others_stay(
     llm: LLM, adapters: Path, expected: dict[str, list[int]]
 ) -> None:
     llm.set_adapters([adapters / "adapter_1"])
-    for wrong, words in ((adapters / "broken", "DoRA"), (adapters / "missing", "missing")):
+    for wrong, words in ((adapters / "broken", "use_dora"), (adapters / "missing", "missing")):
         with pytest.raises(InvalidRequest, match=f"the adapter '{wrong.name}' cannot be loaded: .*{words}"):
             llm.set_adapters([wrong])
     assert tokens(llm, PROMPT, lora_request="adapter_1") == [expected["adapter_1"]]
