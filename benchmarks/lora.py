@@ -3,7 +3,8 @@
     python -m benchmarks.lora [--streams 32] [--adapters 0,1,4,16] [--rank 16] [--context 128] [--steps 40]
 
 All cases are sequences of one process and take turns, step by step; adapters are random, and change every linear
-module. The last lines are of prompts of `--prefill` tokens. It measures the embedded model, without a scheduler.
+module. Contexts are empty memory of KV, which takes as long as a full one. The last columns are of prompts of
+`--prefill` tokens. It measures the embedded model, without a scheduler.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from benchmarks.worker_threads import MODES, begin, sequence
+from benchmarks.worker_threads import EPOCH, MODES, begin, sequence
 from services.worker.config import WorkerConfig
 from services.worker.models.adapters.peft_folder import A_SUFFIX, B_SUFFIX, PREFIX
 from services.worker.models.adapters.targets import LoraTargets, find_targets
@@ -25,7 +26,7 @@ from services.worker.models.registry import load_family, read_supported
 from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
 from shared.hub.checkpoint import locate
-from shared.protocol import Epoch, NewSequence, Row, StepPlan
+from shared.protocol import NewSequence, Row, StepPlan
 
 
 def main() -> None:
@@ -51,8 +52,8 @@ def main() -> None:
     )
     runner = start_runner(config)
     with tempfile.TemporaryDirectory() as folder:
-        adapters = write_adapters(Path(folder), max(cases), options.rank)
-        bench = Benchmark(runner, adapters, cases, options)
+        write_adapter(Path(folder), options.rank)
+        bench = Benchmark(runner, folder, cases, options)
         print("| adapters | decode, ms a step | cost | prompt, ms | cost |\n|---|---|---|---|---|")
         decodes, prompts = bench.decodes(), bench.prompts()
     for count, decode, prompt in zip(cases, decodes, prompts, strict=True):
@@ -63,21 +64,18 @@ def main() -> None:
 class Benchmark:
     """A runner with as many sequences for each case as there are streams; those of case c use its adapters in turn."""
 
-    def __init__(
-        self, runner: ModelRunner, adapters: Sequence[Path], cases: Sequence[int], options: argparse.Namespace
-    ) -> None:
+    def __init__(self, runner: ModelRunner, adapter: str, cases: Sequence[int], options: argparse.Namespace) -> None:
         self._runner, self._cases, self._options = runner, cases, options
         self._step = 0
         length = max(options.context + options.steps, options.prefill)
         begin(runner, len(cases) * options.streams, length)
-        for number, adapter in enumerate(adapters):
-            runner.load_adapter(number, str(adapter))
-        self._execute([], [self._sequence(slot, length) for slot in range(len(cases) * options.streams)], adapters)
+        for number in range(max(cases)):  # each has memory of its own
+            runner.load_adapter(number, adapter)
+        sequences = [self._sequence(slot, length) for slot in range(len(cases) * options.streams)]
+        self._execute([], sequences, [(number, number) for number in range(max(cases))])
 
     def decodes(self) -> list[float]:
         """Return the median milliseconds of a step of all streams of each case."""
-        for slot in range(len(self._cases) * self._options.streams):
-            self._execute([Row(slot, 0, self._options.context, 0)])
         times: list[list[float]] = [[] for _ in self._cases]
         for step in range(self._options.steps):
             for case, seconds in enumerate(times):
@@ -101,28 +99,25 @@ class Benchmark:
         plain = sequence(slot, len(self._cases) * self._options.streams, length, length, MODES["greedy"])
         return replace(plain, adapter_slot=slot % count if count else -1)
 
-    def _execute(self, rows: list[Row], new: Sequence[NewSequence] = (), adapters: Sequence[Path] = ()) -> float:
+    def _execute(
+        self, rows: list[Row], new: Sequence[NewSequence] = (), adapters: Sequence[tuple[int, int]] = ()
+    ) -> float:
         self._step += 1
-        placed = [(number, number) for number in range(len(adapters))]
-        plan = StepPlan(Epoch("benchmark", 1), self._step, rows, new_sequences=list(new), adapter_slots=placed)
+        plan = StepPlan(EPOCH, self._step, rows, new_sequences=list(new), adapter_slots=list(adapters))
         return self._runner.execute(plan).seconds
 
 
-def write_adapters(folder: Path, count: int, rank: int) -> list[Path]:
-    """Write random adapters of the embedded model."""
-    targets, paths = embedded_targets(), [folder / str(number) for number in range(count)]
-    generator = torch.Generator().manual_seed(0)
-    for path in paths:
-        path.mkdir()
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-        (path / "adapter_config.json").write_text(json.dumps(config))
-        tensors = {}
-        for name, target in targets.modules.items():
-            module = f"{PREFIX}{targets.prefixes[0]}{name}"
-            tensors[module + A_SUFFIX] = torch.randn(rank, target.inputs, generator=generator) * 0.02
-            tensors[module + B_SUFFIX] = torch.randn(target.outputs, rank, generator=generator) * 0.02
-        save_file(tensors, path / "adapter_model.safetensors")
-    return paths
+def write_adapter(folder: Path, rank: int) -> None:
+    """Write a random adapter of the embedded model."""
+    targets, generator = embedded_targets(), torch.Generator().manual_seed(0)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, target in targets.modules.items():
+        module = f"{PREFIX}{targets.prefixes[0]}{name}"
+        tensors[module + A_SUFFIX] = torch.randn(rank, target.inputs, generator=generator) * 0.02
+        tensors[module + B_SUFFIX] = torch.randn(target.outputs, rank, generator=generator) * 0.02
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def embedded_targets() -> LoraTargets:
