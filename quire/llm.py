@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 from tqdm import tqdm
 
 from quire import vllm
+from quire.adapters import AdapterChoice, Adapters, AdapterSet
 from quire.arguments import PromptType, translate_arguments
 from quire.engine import InProcessEngine
 from quire.llm_metrics import Metric, read_metrics
@@ -118,9 +119,14 @@ class LLM:
         self._name = text.served_model_name[0] if text.served_model_name else text.model or EMBEDDED
         self._lock = threading.Lock()
         self._engine: InProcessEngine | None = InProcessEngine(scheduler, worker)
-        limits = self._engine.limits
+        self._adapters = Adapters(self._engine)
         self._builder = RequestBuilder(
-            parts, limits, max_logprobs=text.max_logprobs, seed=seed, reasoning_parser=text.reasoning_parser
+            parts,
+            self._engine.limits,
+            self._adapters,
+            max_logprobs=text.max_logprobs,
+            seed=seed,
+            reasoning_parser=text.reasoning_parser,
         )
         self._queue: list[PendingRequest] = []  # enqueued, not run yet
         self._hf_tokenizer: PreTrainedTokenizerFast | None = None
@@ -183,6 +189,16 @@ class LLM:
         with self._lock:
             self._running().reset_prefix_cache()
         return True
+
+    def set_adapters(self, adapters: AdapterSet) -> None:
+        """Load these adapters (LoRA), and forget those that were loaded before and are not among them.
+
+        They are folders by name, or a list of folders, whose last part is the name, and of `LoRARequest`s. Calls choose
+        one by `lora_request`. It needs `enable_lora`.
+        """
+        with self._lock:
+            self._running()
+            self._adapters.set(adapters)
 
     def generate(
         self,
@@ -259,6 +275,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt. Return one output for each, in the prompts' order.
 
@@ -270,7 +287,7 @@ class LLM:
             raise InvalidRequest(f"concurrency_limit must be at least 1, got {limit}", "concurrency_limit")
         with self._lock:
             engine = self._running()
-            beams = self._builder.beam_searches(prompts, params)
+            beams = self._builder.beam_searches(prompts, params, lora_request)
             limit = limit or max(len(beams), 1)
             with ProgressBar(len(beams), use_tqdm) as bar:
                 for begin in range(0, len(beams), limit):

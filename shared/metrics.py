@@ -6,6 +6,7 @@ gateway has them. A gateway exports the metrics of every engine that it is conne
 schedulers, not both.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from prometheus_client.registry import Collector
 from shared.protocol import STEP_TOKEN_BUCKETS, Snapshot
 
 LABELS = ("model_name", "engine")
+LORA_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 CACHE_LABELS = (
     "block_size",
     "num_gpu_blocks",
@@ -193,6 +195,7 @@ class EngineCollector(Collector):
             yield _fill_labeled(CounterMetricFamily, labeled, model, snapshots)
         yield _step_tokens(model, snapshots)
         yield _cache_config(model, snapshots)
+        yield _lora_requests(model, snapshots)
 
     def describe(self) -> Iterable[Metric]:
         """Yield the metrics without samples, so that registration needs no engine."""
@@ -257,4 +260,14 @@ def _cache_config(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
         longest = tokens / snapshot.max_model_len if snapshot.max_model_len else 0.0
         values = (snapshot.block_size, snapshot.blocks, snapshot.prefix_caching, tokens, f"{longest:.2f}")
         family.add_metric((model, engine, *map(str, values)), 1)
+    return family
+
+
+def _lora_requests(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
+    doc = "The present time. Its labels are the adapters of running and waiting sequences, as lists with commas."
+    family = GaugeMetricFamily("vllm:lora_requests_info", doc, labels=(*LABELS, *LORA_LABELS))
+    for engine, snapshot in snapshots.items():
+        if snapshot.max_loras:
+            waiting, running = ",".join(snapshot.adapters_waiting), ",".join(snapshot.adapters_running)
+            family.add_metric((model, engine, str(snapshot.max_loras), waiting, running), time.time())
     return family

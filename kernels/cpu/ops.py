@@ -17,6 +17,7 @@ from kernels.cpu.elementwise import (
     silu_and_mul,
 )
 from kernels.cpu.linear import embedding, linear, logits, pack_linear
+from kernels.cpu.lora import lora_expand, lora_shrink, new_lora, pack_lora
 from kernels.cpu.prepare import copy_segments, prepare_inputs
 from kernels.cpu.sampling import logprobs, penalties, sample
 from kernels.reference.cache import copy_blocks

@@ -20,6 +20,7 @@ from kernels.reference.elementwise import (
 )
 from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.linear import embedding, linear, logits, pack_linear
+from kernels.reference.lora import lora_expand, lora_shrink, new_lora, pack_lora
 from kernels.reference.prepare import copy_segments, prepare_inputs
 from kernels.reference.sampling import logprobs, pack_metadata, penalties, sample
 

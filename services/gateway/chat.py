@@ -46,10 +46,10 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     id = begin_response(http, "chatcmpl", request.request_id)
     prompt = await _prepare(gateway, request, arrived, id)
     if request.stream:
-        head = ResponseHead.now(id, "chat.completion.chunk", gateway.model.name)
+        head = ResponseHead.now(id, "chat.completion.chunk", prompt.adapter or gateway.model.name)
         encoder = _ChunkEncoder(head, request)
         return await stream(http, gateway, [prompt], encoder, request.stream_options)
-    head = ResponseHead.now(id, "chat.completion", gateway.model.name)
+    head = ResponseHead.now(id, "chat.completion", prompt.adapter or gateway.model.name)
     generations = await collect(gateway, [prompt])
     repeats_much = _repeats_much(request, prompt) or (request.return_token_ids is True and has_many_ids(generations))
     takes_long = has_many_logprobs(generations) or _has_much_to_parse(generations) or repeats_much
@@ -58,7 +58,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
 
 async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: str) -> PreparedPrompt:
     model = gateway.model
-    model.check(request.model)
+    adapter = await gateway.choose_adapter(request.model)
     params = chat_params(request, model.defaults)
     tools = _tools_to_parse(request, gateway)
     welcome = await gateway.backend.first_welcome()
@@ -76,6 +76,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         grammar=await compile_chat_grammar(request, model, format),
         bad_words=await bad_word_tokens(params, model.tokenizer),
         cache_salt=cache_salt(request.cache_salt),
+        adapter=adapter,
         format=format,
         beams=beam_settings(request),
         field="messages",

@@ -53,6 +53,10 @@ class WorkerCapacity(Protocol):
     def step_seconds(self) -> float: ...
     @property
     def token_seconds(self) -> float: ...
+    @property
+    def max_loras(self) -> int: ...
+    @property
+    def max_cpu_loras(self) -> int: ...
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -95,6 +99,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: Annotated[
         int, Meta(ge=0, description="Tokens waiting before new requests get status 429; 0: no such bound.")
     ] = 0
+    lora_modules: Annotated[
+        list[str],
+        Meta(
+            description="Adapters to load at the start, each as NAME=PATH or as a JSON object with name and path; "
+            "needs --enable-lora. Requests name one as their model."
+        ),
+    ] = []
     async_scheduling: Annotated[
         bool, Meta(description="Plan the next step while one is running, so that the device never waits.")
     ] = True

@@ -16,6 +16,10 @@ MAX_STEP_SECONDS = 600.0
 """Maximum seconds for a step of one token, or for one more token. A slower worker would serve nobody."""
 
 
+MAX_LORAS = 65_536
+"""Maximum adapters, in slots or in host memory, that are believed."""
+
+
 class Registration:
     """A worker, from its `Register` to the end of its connection."""
 
@@ -69,6 +73,8 @@ def incompatibility(register: Register) -> str:
         return f"it says to have {register.kv_memory} bytes for KV, {register.kv_bytes_per_token} for a token"
     if max(register.step_seconds, register.token_seconds) > MAX_STEP_SECONDS:
         return f"it says to need {register.step_seconds:g} s for a step, {register.token_seconds:g} s for a token"
+    if register.max_loras > register.max_cpu_loras or register.max_cpu_loras > MAX_LORAS:
+        return f"it says to have slots for {register.max_loras} adapters, and memory for {register.max_cpu_loras}"
     return ""
 
 

@@ -7,7 +7,7 @@ tunes the process.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,14 @@ from kernels.batch_rows import BatchRows, RowLengths
 from kernels.layout import KVLayout
 from kernels.load import report_compilations
 from kernels.ops import Ops
-from services.worker.batch import Batch, build_batch, prepare_inputs
+from services.worker.batch import (
+    Batch,
+    StagedSegments,
+    build_batch,
+    prepare_inputs,
+    sort_by_adapter,
+    stage_segments,
+)
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
 from services.worker.interface import OutOfMemory, WorkerInfo
@@ -82,9 +89,11 @@ class _StagedStep(NamedTuple):
 
     changes: StateChanges
     block_copies: Section | None
+    adapter_slots: Sequence[tuple[int, int]]  # (slot, adapter) that it holds from now on
     batch: Batch | None
     rows: BatchRows | None  # of the batch; padded to `graph_size`
     graph_size: int  # rows of the graph that the batch runs in; 0: none
+    adapters: StagedSegments | None  # the tokens of the batch that use them
     sampling: _Sampling | None
 
 
@@ -112,6 +121,7 @@ class ModelRunner:
         self.device = device
         self._ops = ops
         self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
+        self._adapters = loaded.adapters
         self._state: _EpochState | None = None
         self._sizes: Configure | None = None
         self._new_capture: Callable[[], Capture] | None = None
@@ -128,6 +138,8 @@ class ModelRunner:
             kv_memory=kv_memory(config, device, needed),
             step_seconds=measured.step_seconds,
             token_seconds=measured.token_seconds,
+            max_loras=config.max_loras if self._adapters else 0,
+            max_cpu_loras=config.num_host_adapters if self._adapters else 0,
         )
 
     @property
@@ -135,7 +147,11 @@ class ModelRunner:
         return self._info
 
     def configure(self, message: Configure) -> None:
-        """Begin an epoch: drop all sequences and KV. Memory and graphs of another epoch with these sizes are kept."""
+        """Begin an epoch: drop all sequences, KV and adapters. Memory and graphs of another epoch with these sizes are
+        kept.
+        """
+        if self._adapters:
+            self._adapters.clear()
         sizes = replace(message, epoch=Epoch("", 0))
         if self._state is not None and self._sizes == sizes:
             self._state.sequences.clear()
@@ -174,6 +190,17 @@ class ModelRunner:
             self._state.masks.expect(outputs.slots, step)
             return step
 
+    def load_adapter(self, adapter: int, path: str) -> str:
+        """Read the adapter in the folder `path`, and return the digest of its files. See `Runner`."""
+        if self._adapters is None:
+            raise ModelError(f"{path}: this worker takes no adapters without --enable-lora")
+        return self._adapters.load(adapter, path)
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Drop an adapter from host memory. See `Runner`."""
+        if self._adapters:
+            self._adapters.unload(adapter)
+
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
@@ -199,7 +226,7 @@ class ModelRunner:
         assert self._state is not None
         allocated = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.launch(largest_plan(sizes)).result()
+        self.launch(largest_plan(sizes, adapters=self._adapters is not None)).result()
         activations = torch.cuda.max_memory_allocated(self.device) - allocated
         torch.cuda.empty_cache()
         graphs = self._measure_graphs(self._state, new_capture(), config.max_num_seqs) if new_capture else 0
@@ -227,7 +254,7 @@ class ModelRunner:
         """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
         began = time.perf_counter()
         report_compilations(None)  # these are meant to be
-        for plan in kernel_plans(sizes, self._model.shape.vocab_size):
+        for plan in kernel_plans(sizes, self._model.shape.vocab_size, adapters=self._adapters is not None):
             self.launch(plan)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -248,10 +275,11 @@ class ModelRunner:
         """Collect what `plan` says in one buffer."""
         buffer = StepBuffer(self.device)
         changes = state.sequences.stage(plan, buffer)
-        batch, rows, graph_size, sampling = None, None, 0, None
+        batch, rows, graph_size, adapters, sampling = None, None, 0, None, None
         if plan.rows:
-            batch = build_batch(plan.rows)
-            graph_size = self._graphs.size_for(batch) if self._graphs else 0
+            batch = build_batch(sort_by_adapter(plan.rows, state.sequences) if self._adapters else plan.rows)
+            adapters = stage_segments(batch, state.sequences, buffer) if self._adapters else None
+            graph_size = self._graphs.size_for(batch) if self._graphs and not adapters else 0
             rows = batch.stage(state.sequences, changes, padded_to=graph_size)
             if batch.samples.any():
                 last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
@@ -259,7 +287,7 @@ class ModelRunner:
                 logprobs = stage_logprobs(tokens.batch, state.sequences, buffer)
                 sampling = _Sampling(last_tokens, tokens, logprobs)
         copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
-        return _StagedStep(changes, copies, batch, rows, graph_size, sampling)
+        return _StagedStep(changes, copies, plan.adapter_slots, batch, rows, graph_size, adapters, sampling)
 
     def _compute(self, step: _StagedStep, state: _EpochState) -> StepOutputs:
         """Launch all of a step, in the order that `StepPlan` demands."""
@@ -267,19 +295,27 @@ class ModelRunner:
         step.changes.apply(self._ops)
         if step.block_copies:
             self._ops.copy_blocks(state.storage, *step.block_copies.tensor)
+        for slot, adapter in step.adapter_slots:
+            if self._adapters is None:
+                raise RuntimeError("a plan names an adapter, and this worker takes none")
+            self._adapters.put(slot, adapter)
         if step.batch and step.rows:
             if self._graphs and step.graph_size:
                 hidden = self._graphs.run(step.graph_size)
             else:
-                hidden = self._forward(step.rows, step.batch.num_tokens, state)
+                hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters)
             outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
             if step.sampling:
                 self._sample(hidden, step.sampling, state, outputs)
         return outputs
 
-    def _forward(self, rows: BatchRows, num_tokens: int, state: _EpochState) -> Tensor:
+    def _forward(
+        self, rows: BatchRows, num_tokens: int, state: _EpochState, adapters: StagedSegments | None = None
+    ) -> Tensor:
         """Return the hidden states (T, H) of the tokens of `rows`."""
         inputs = prepare_inputs(rows, num_tokens, state.sequences, state.layout.num_kv_heads, self._ops)
+        if adapters:
+            inputs = inputs._replace(lora=adapters.segments)
         return self._model.forward(inputs, state.caches)
 
     def _sample(self, hidden: Tensor, sampling: _Sampling, state: _EpochState, outputs: StepOutputs) -> None:

@@ -350,6 +350,17 @@ def test_a_plan_serves_layers_with_different_windows(kernels: Ops) -> None:
         assert_near(out, by_hand(case, window=window), torch.float32, 10)
 
 
+def test_rows_need_not_be_in_the_order_of_their_slots(kernels: Ops) -> None:
+    case = make_case(kernels, [(3, 2), (8, 2), (1, 2), (5, 2)])
+    expected = by_hand(case)
+    order = torch.tensor([2, 0, 3, 1])  # row r is that of the slot order[r]
+    tables = torch.empty_like(case.tables)
+    tables[order] = case.tables
+    rows = BatchRows.of(case.offsets, case.starts, order)
+    plan = kernels.plan_attention(rows, tables, block_size=4, num_kv_heads=2)
+    assert_near(kernels.paged_attention(case.q, case.keys, case.values, plan, scale=0.3), expected, torch.float32, 10)
+
+
 def test_the_reference_gathers_rows_of_similar_length_together() -> None:
     kernels = reference()
     starts = [0, 1, 2, 400, 410, 420]

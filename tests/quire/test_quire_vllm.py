@@ -94,7 +94,7 @@ def test_what_is_taken_without_effect_is_said_once_each() -> None:
     [
         ("-tp 8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
         ("--tensor_parallel_size=8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
-        ("--enable-lora", "--enable-lora is not supported: adapters are not supported"),
+        ("--default-mm-loras {}x", "--default-mm-loras {}x is not supported: only text is served"),
         ("--no-enable-chunked-prefill", "--enable-chunked-prefill=false is not supported: prompts are always computed"),
         (
             "--tool-parser-plugin f.py",
@@ -134,8 +134,8 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     ]
     file.write_text("kv_cache_memory_bytes: null\n")
     assert settings.read({"config": str(file)}, {}).worker.kv_cache_memory is None
-    file.write_text("enable-lora: true\n")
-    with pytest.raises(ConfigError, match=r"vllm\.yaml: --enable-lora is not supported: adapters"):
+    file.write_text("headless: true\n")
+    with pytest.raises(ConfigError, match=r"vllm\.yaml: --headless is not supported: a scheduler"):
         settings.read({"config": str(file)}, {})
 
 
@@ -173,7 +173,7 @@ def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
     [
         ({"trust_remote_code": True, "swap_space": 4, "disable_log_stats": False}, {}),
         ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
-        ({"cpu_offload_gb": 0.0, "logits_processors": [], "lora_modules": [], "hf_overrides": {}}, {}),
+        ({"cpu_offload_gb": 0.0, "logits_processors": [], "hf_overrides": {}}, {}),
         ({"tensor_parallel_size": np.int64(1), "data_parallel_size": np.int64(1)}, {}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
         ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),

@@ -5,6 +5,7 @@ from collections import Counter
 from simulated_worker import SimulatedWorker, before_first, cell
 
 from services.scheduler.core import Scheduler
+from services.scheduler.core.adapters import Host
 from services.scheduler.core.sequence import Sequence, State
 
 
@@ -17,6 +18,7 @@ def check(core: Scheduler, worker: SimulatedWorker | None) -> None:
     _check_blocks(core, holders)
     if worker is not None:
         _check_index(core, worker)
+    _check_adapters(core, holders, worker)
 
 
 def check_writes(core: Scheduler) -> None:
@@ -96,19 +98,50 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
     assert block_manager.blocks_pending_free == sum(sequence.table.num_pending_free for sequence in holders)
 
 
+def _check_adapters(core: Scheduler, holders: list[Sequence], worker: SimulatedWorker | None) -> None:
+    adapters, queues = core._adapters, core._queues
+    held = Counter(one.request.adapter for one in holders if one.request.adapter is not None)
+    used = Counter(one.adapter for one in queues.requests.values() if one.adapter is not None)
+    everyone = adapters._all.values()
+    assert set(held) | set(used) | set(adapters._named.values()) | set(adapters._added) <= set(everyone)
+    for adapter in everyone:
+        assert (adapter.num_holders, adapter.num_requests) == (held[adapter], used[adapter]), "users are counted"
+        assert adapter.slot < 0 or adapters._slots[adapter.slot] is adapter
+        assert adapter.slot >= 0 or not held[adapter], "what is held is in a slot"
+        assert adapter.host is Host.LOADED or adapter.slot < 0, "what is in a slot is loaded"
+        assert not adapter.is_retired or held[adapter] or used[adapter] or adapter.host is Host.LOADING
+    assert adapters._num_held == len(held) <= adapters.max_loras
+    assert adapters._draining is None or held[adapters._draining]
+    assert all(adapter is None or adapter in everyone for adapter in adapters._slots)
+    in_host = [adapter.number for adapter in everyone if adapter.host is not Host.ABSENT]
+    assert len(in_host) <= adapters._max_cpu_loras
+    if worker is None:
+        assert not in_host
+        return
+    assert set(worker.loaded) <= set(in_host), "what the core has forgotten is unloaded"
+    for adapter in everyone:
+        assert adapter.host is not Host.LOADED or adapter.number in worker.loaded
+
+
 def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
     """Check that each published block holds the cells of exactly the tokens that its key names."""
     index, size = core._block_manager.index, core._block_manager.block_size
-    ends: dict[int, int] = {}
+    contents = worker.contents
+    ends: dict[int, tuple[int, int]] = {}  # the last cell, and the content of the adapter
     for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
         if isinstance(parent, int) and parent not in ends:
             continue  # the block before it is forgotten, so nobody can find it
-        value, cells = before_first(parent) if isinstance(parent, str) else ends[parent], []
+        if isinstance(parent, str):
+            number, _, salt = parent.partition(":")
+            value, adapter = before_first(salt), contents[int(number)]
+        else:
+            value, adapter = ends[parent]
+        cells = []
         for token in memoryview(content).cast("i"):
-            value = cell(value, token)
+            value = cell(value, token, adapter)
             cells.append(value)
         assert worker.pages[entry.block] == cells, "the index points to blocks with that content"
-        ends[entry.node] = value
+        ends[entry.node] = value, adapter
     assert len(index._keys) == len(index._entries)
     assert all(index._entries[key].block == block for block, key in index._keys.items())
     assert size == worker.configure.block_size

@@ -114,14 +114,14 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("block_manager:BlockManager.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")
     ],
     "salts are ignored": [
-        ("block_manager:BlockManager.match_prefix", "sequence.request.cache_salt", '""'),
-        ("block_manager:BlockManager.allocate", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager.match_prefix", "sequence.request.prefix_root", '"0:"'),
+        ("block_manager:BlockManager.allocate", "sequence.request.prefix_root", '"0:"'),
     ],
     "blocks are published without their salt": [
-        ("block_manager:BlockManager.allocate", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager.allocate", "sequence.request.prefix_root", '"0:"'),
     ],
     "blocks are found without their salt": [
-        ("block_manager:BlockManager.match_prefix", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager.match_prefix", "sequence.request.prefix_root", '"0:"'),
     ],
     "a reset leaves the index": [("block_manager:BlockManager.reset_prefix_cache", "self.index.clear()", "pass")],
     "a reset forgets only what is free": [
@@ -134,7 +134,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "what was computed before a reset is published after it": [
         ("block_manager:BlockManager.reset_prefix_cache", "sequence.table.publish_at = NEVER", "pass"),
     ],
-    "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
+    "later requests pass the first": [("planner:Planner._next_waiting", "waiting[num_passed]", "waiting[-1]")],
     "streams wait for prompts of any length": [
         ("planner:Planner._budget", "if streaming and", "if False and"),
     ],
@@ -217,6 +217,62 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "suspects start in company": [("scheduler:Scheduler._start_group", "self._queues.preempt(sequence)", "pass")],
     "suspects are never separated": [
         ("quarantine:Quarantine.lose_worker", "(len(suspects) + 1) // 2", "len(suspects)"),
+    ],
+    "blocks of an adapter are found by others": [
+        ("sequence:Request.__init__", "adapter.number if adapter else 0", "0"),
+    ],
+    "blocks of an adapter are found by what replaces it": [
+        ("sequence:Request.__init__", "adapter.number if adapter else 0", "adapter.name if adapter else 0"),
+    ],
+    "an adapter is let go with plans in flight": [
+        (
+            "queues:Queues._stop",
+            "self.running.remove(sequence)",
+            "self.running.remove(sequence); self._adapters.release(sequence.request.adapter)",
+        ),
+        ("queues:Queues._release", "self._adapters.release(sequence.request.adapter)", "pass"),
+    ],
+    "a slot is taken from those that use it": [
+        ("adapters:Adapters.assign_slot", "and not other.num_holders", ""),
+        ("adapters:Adapters.is_available", "and self._num_idle > claimed", ""),
+    ],
+    "the worker does not hear of a slot": [
+        ("plan_builder:PlanBuilder.put_adapter", "self.adapter_slots.append", "str")
+    ],
+    "a worker's death leaves adapters in slots": [
+        ("adapters:Adapters.reset", "adapter.host, adapter.slot = Host.ABSENT, -1", "adapter.host = Host.ABSENT"),
+    ],
+    "a worker's death leaves adapters loaded": [
+        ("adapters:Adapters.reset", "adapter.host, adapter.slot = Host.ABSENT, -1", "adapter.slot = -1"),
+    ],
+    "an adapter that is used is unloaded": [
+        ("adapters:Adapters._make_room", "and not adapter.num_holders", ""),
+    ],
+    "what is unloaded stays in its slot": [
+        ("adapters:Adapters._unload", "adapter.host, adapter.slot = Host.ABSENT, -1", "adapter.host = Host.ABSENT"),
+    ],
+    "an adapter that nobody can name stays loaded": [
+        ("adapters:Adapters._drop_if_unused", "if adapter.host is Host.LOADED:", "if False:"),
+    ],
+    "an adapter that is replaced is dropped with requests left": [
+        ("adapters:Adapters._drop_if_unused", "or adapter.num_requests or", "or"),
+    ],
+    "a drained slot takes more": [
+        ("adapters:Adapters.is_available", "adapter is not self._draining or not (claimed or self._added)", "True"),
+    ],
+    "an idle slot is not kept for the claim": [("adapters:Adapters.is_available", "> claimed", "> 0")],
+    "a claim unloads nothing": [
+        ("adapters:Adapters.claim", "self._make_room(may_be_in_use=True)", "self._make_room(may_be_in_use=False)"),
+    ],
+    "files that have changed are not noticed": [
+        ("adapters:Adapters.note_loaded", "adapter.digest != digest", "False"),
+    ],
+    "requests of an adapter that is gone wait": [
+        ("scheduler:Scheduler.adapter_refused", "if refused is not None", "if False"),
+    ],
+    "those that have their adapter are passed": [
+        ("planner:Planner._admit", "if not self._adapters", "if sequence.sample == 1 or not self._adapters"),
+        ("planner:Planner._admit", "if not num_passed:", "if not num_passed and adapter:"),
     ],
     "aborting the parent forgets its other samples": [
         ("queues:Queues._remove_from_request", "self.enqueue(successor)", "pass"),

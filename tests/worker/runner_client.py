@@ -46,6 +46,7 @@ class RunnerClient:
         writes: Sequence[TableWrite] = (),
         copies: Sequence[tuple[int, int]] = (),
         released: Sequence[int] = (),
+        adapters: Sequence[tuple[int, int]] = (),
     ) -> dict[int, SampledRow]:
         """Execute one step with `rows` of (slot, start, count, samples), and return the results by slot."""
         plan = StepPlan(
@@ -57,6 +58,7 @@ class RunnerClient:
             table_writes=list(writes),
             block_copies=list(copies),
             released_slots=list(released),
+            adapter_slots=list(adapters),
         )
         result = self.runner.launch(plan).result()
         assert (result.epoch, result.step) == (self.epoch, self.step)
@@ -73,7 +75,7 @@ class RunnerClient:
 
 def sequence(
     slot: int, tokens: Sequence[int], blocks: Sequence[int], *, prompt_len: int | None = None, sample: int = 0,
-    **params: Any,
+    adapter_slot: int = -1, **params: Any,
 ) -> NewSequence:  # fmt: skip
     """Return a sequence that is greedy unless `params` say otherwise."""
     sampling = Sampling(**({"max_tokens": 64, "seed": 0, "temperature": 0.0} | params))
@@ -84,4 +86,5 @@ def sequence(
         blocks=list(blocks),
         sampling=sampling,
         sample=sample,
+        adapter_slot=adapter_slot,
     )

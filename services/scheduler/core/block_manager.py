@@ -60,7 +60,7 @@ class BlockManager:
     def match_prefix(self, sequence: Sequence, spare: int) -> Allocation:
         """Return what it takes to compute all tokens of a waiting sequence and leave `spare` blocks free."""
         tokens, size = sequence.tokens, self.block_size
-        hits = self.index.match_prefix(tokens, sequence.request.cache_salt) if self.may_hit(sequence) else []
+        hits = self.index.match_prefix(tokens, sequence.request.prefix_root) if self.may_hit(sequence) else []
         copied = hits.pop() if len(hits) * size == len(tokens) else None  # one token is always left to compute
         num_new = -(-len(tokens) // size) - len(hits)
         num_free_needed = num_new + sum(self.pool.is_free(entry.block) for entry in hits)
@@ -82,7 +82,7 @@ class BlockManager:
         table = sequence.table
         table.blocks = [entry.block for entry in allocation.hits] + [self._take() for _ in range(allocation.num_new)]
         num_cached = len(allocation.hits) * size
-        table.last_node = allocation.hits[-1].node if allocation.hits else sequence.request.cache_salt
+        table.last_node = allocation.hits[-1].node if allocation.hits else sequence.request.prefix_root
         table.publish_at = num_cached + size if self.prefix_caching else NEVER
         if allocation.copied is not None:
             builder.copy_block(allocation.copied.block, table.blocks[-1])

@@ -5,6 +5,7 @@ The planner decides what goes into a plan.
 
 from typing import NamedTuple
 
+from services.scheduler.core.adapters import Adapter
 from services.scheduler.core.sequence import Sequence
 from shared.protocol import Epoch, Fork, NewSequence, Row, StepPlan, TableWrite, pack_tokens
 
@@ -24,6 +25,7 @@ class PlanBuilder:
     """A plan that is not finished yet."""
 
     __slots__ = (
+        "adapter_slots",
         "block_copies",
         "children",
         "forks",
@@ -47,15 +49,23 @@ class PlanBuilder:
         self.children: list[Sequence] = []
         self.table_writes: list[TableWrite] = []
         self.block_copies: list[tuple[int, int]] = []
+        self.adapter_slots: list[tuple[int, int]] = []
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence that has been admitted into its slot."""
         tokens = pack_tokens(sequence.tokens)
         blocks = list(sequence.table.blocks)  # a copy, since the table grows on
-        request_id = sequence.request.request_id
+        adapter = sequence.request.adapter
         self.new_sequences.append(
             NewSequence(
-                sequence.slot, tokens, sequence.prompt_len, blocks, sequence.sampling, sequence.sample, request_id
+                sequence.slot,
+                tokens,
+                sequence.prompt_len,
+                blocks,
+                sequence.sampling,
+                sequence.sample,
+                sequence.request.request_id,
+                adapter_slot=-1 if adapter is None else adapter.slot,
             )
         )
 
@@ -88,6 +98,10 @@ class PlanBuilder:
         """Have the worker copy a block before it computes. The source must be pinned."""
         self.block_copies.append((source, destination))
 
+    def put_adapter(self, adapter: Adapter) -> None:
+        """Have the worker put an adapter into the slot that was assigned to it."""
+        self.adapter_slots.append((adapter.slot, adapter.number))
+
     def build(self, epoch: Epoch, step: int, released_slots: list[int]) -> StepPlan:
         """Return the message to the workers."""
         return StepPlan(
@@ -99,6 +113,7 @@ class PlanBuilder:
             self.table_writes,
             self.block_copies,
             released_slots,
+            adapter_slots=self.adapter_slots,
         )
 
     def in_flight_plan(self, step: int) -> InFlightPlan:

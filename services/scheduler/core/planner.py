@@ -8,6 +8,7 @@ of the queue; chunks of more than one position, which share the rest of the budg
 from collections import deque
 from typing import NamedTuple
 
+from services.scheduler.core.adapters import Adapters
 from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
@@ -41,6 +42,7 @@ class Planner:
         limits: Limits,
         block_manager: BlockManager,
         queues: Queues,
+        adapters: Adapters,
         quarantine: Quarantine,
         counters: Counters,
         step_time: StepTime,
@@ -49,11 +51,13 @@ class Planner:
         self._step_time = step_time
         self._block_manager = block_manager
         self._queues = queues
+        self._adapters = adapters
         self._quarantine = quarantine
         self._counters = counters
 
     def schedule(self, now: float) -> PlanBuilder:
         """Return the next plan. If it has no rows, there is nothing to do."""
+        self._adapters.load_added()
         builder = PlanBuilder()
         chunked = self._continue_outputs(builder)
         budget = self._budget(builder, len(chunked))
@@ -126,10 +130,20 @@ class Planner:
         return True
 
     def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: Budget, now: float) -> None:
-        """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
+        """Admit waiting sequences in order while there are slots, blocks and positions for them.
+
+        They pass those that lack their adapter, and no others.
+        """
         ahead = deque(chunked)
         taken = 0  # positions that go to sequences ahead in the order
-        while (sequence := self._next_waiting()) is not None:
+        num_passed = 0
+        while (sequence := self._next_waiting(num_passed)) is not None:
+            adapter = sequence.request.adapter
+            if not self._adapters.is_available(adapter, claimed=num_passed > 0):
+                if not num_passed:
+                    self._adapters.claim(adapter)
+                num_passed += 1
+                continue
             while ahead and ahead[0].key < sequence.key:
                 taken += min(ahead.popleft().progress.num_unscheduled, budget.least)
             if taken >= budget.positions or not self._find_slot(sequence):
@@ -137,6 +151,9 @@ class Planner:
             allocation = self._find_blocks(sequence)
             if allocation is None:
                 return
+            if adapter is not None and adapter.slot < 0:
+                self._adapters.assign_slot(adapter)
+                builder.put_adapter(adapter)
             self._queues.dequeue(sequence)
             self._queues.admit(sequence)
             sequence.stats.admit(now - sequence.request.accepted_at)
@@ -147,16 +164,20 @@ class Planner:
             chunked.append(sequence)
             taken += min(sequence.progress.num_unscheduled, budget.least)
 
-    def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next, or None if none waits or one that comes before it is still stopping."""
+    def _next_waiting(self, num_passed: int) -> Sequence | None:
+        """Return the sequence to admit next, behind the first `num_passed` in the queue, which stay there.
+
+        Return None if none waits there, or one that comes before it is still stopping.
+        """
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
-            return min(group, key=lambda sequence: sequence.key, default=None)
-        if not self._queues.waiting.items:
+            return next(iter(sorted(group, key=lambda sequence: sequence.key)[num_passed:]), None)
+        waiting = self._queues.waiting.items
+        if len(waiting) == num_passed:
             return None
-        head = self._queues.waiting.items[0]
+        first = waiting[num_passed]
         returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
-        return None if min(returning, default=head.key) < head.key else head
+        return None if min(returning, default=first.key) < first.key else first
 
     def _find_slot(self, sequence: Sequence) -> bool:
         """Return whether there is a free slot, after a preemption if that is allowed."""

@@ -2,16 +2,17 @@
 
 It is a trie written as a dict. The key of a block is (node of the block before it, bytes of its own tokens). That is
 the content itself, with no hash that could collide, so a hit is always right. A node is a number, new for each block
-that is published and never used again. Before the first block of a prompt stands its request's `cache_salt`, a text, so
-prompts of different salts share no block. When a block is forgotten, blocks published behind it cannot be reached any
-more; they are dropped when they are taken. The index does not know who holds a block.
+that is published and never used again. Before the first block of a prompt stands a text, the *root* of its request: the
+number of its adapter and its `cache_salt`. So prompts of different adapters or salts share no block, nor do those of an
+adapter and of what was loaded later under its name. When a block is forgotten, blocks published behind it cannot be
+reached any more; they are dropped when they are taken. The index does not know who holds a block.
 """
 
 from array import array
 from typing import NamedTuple, TypeAlias
 
 Node: TypeAlias = int | str
-"""What stands before a block: a published block's number, or the `cache_salt` before every first block."""
+"""What stands before a block: a published block's number, or the root before every first block."""
 
 
 class Entry(NamedTuple):
@@ -38,11 +39,11 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def match_prefix(self, tokens: "array[int]", salt: str) -> list[Entry]:
+    def match_prefix(self, tokens: "array[int]", root: str) -> list[Entry]:
         """Return the published blocks that hold the beginning of `tokens`, in order, up to the first missing one."""
         hits: list[Entry] = []
         size = self._block_size
-        node: Node = salt
+        node: Node = root
         for start in range(0, len(tokens) - size + 1, size):
             entry = self._entries.get((node, tokens[start : start + size].tobytes()))
             if entry is None:

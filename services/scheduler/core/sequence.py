@@ -25,6 +25,7 @@ from enum import Enum
 
 import msgspec
 
+from services.scheduler.core.adapters import Adapter
 from services.scheduler.core.prefix import Node
 from shared.protocol import FinishReason, Sampling, SchedulingInfo, Suspicion, TokenLogprobs
 
@@ -275,9 +276,10 @@ class Request:
 
     __slots__ = (
         "accepted_at",
-        "cache_salt",
+        "adapter",
         "id",
         "order_key",
+        "prefix_root",
         "priority",
         "prompt_len",
         "request_id",
@@ -300,12 +302,14 @@ class Request:
         sample_spacing: float = 0.0,
         request_id: str = "",
         cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> None:
         self.id = id
         self.request_id = request_id  # the id that the client sees
         self.prompt_len = prompt_len
         self.sampling = sampling
-        self.cache_salt = cache_salt
+        self.adapter = adapter  # that it uses
+        self.prefix_root = f"{adapter.number if adapter else 0}:{cache_salt}"  # of the prefix index, for its prompt
         self.order_key = order_key
         self.priority = priority
         self.accepted_at = accepted_at
