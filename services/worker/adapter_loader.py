@@ -5,7 +5,7 @@ Answers come over a socket within the process, as those of `ResultWaiter` do: th
 
 import itertools
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -35,11 +35,14 @@ class AdapterLoader:
         self.socket.bind(self._address)
         self._answers: SimpleQueue[_Answer] = SimpleQueue()
         self._generation = 0  # how often all was forgotten
+        self._pending: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "adapters")
+        self._thread.submit(int)  # starts it before the loop's thread is pinned to a processor, which it would inherit
 
     def load(self, message: LoadAdapter) -> None:
         """Load an adapter. `take` returns the answer."""
-        self._thread.submit(self._load, message, self._generation)
+        self._pending = [future for future in self._pending if not future.done()]
+        self._pending.append(self._thread.submit(self._load, message, self._generation))
 
     def unload(self, adapter: int) -> None:
         """Unload an adapter, after it was loaded."""
@@ -53,8 +56,9 @@ class AdapterLoader:
 
     def forget(self) -> None:
         """Wait for the adapter that is being loaded, and forget it, all that wait, and all answers."""
-        self._thread.shutdown(cancel_futures=True)
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        for future in self._pending:
+            future.cancel()
+        wait(self._pending)
         self._generation += 1
 
     def close(self) -> None:
