@@ -213,9 +213,18 @@ class RecordedScheduler(Scheduler):
         self.encoded_plan = b""  # the last plan, so that it need not be encoded again to be sent
         recorder.begin(self)
 
-    def begin_epoch(self, epoch: Epoch, num_blocks: int, step_seconds: float = 0.0, token_seconds: float = 0.0) -> None:
-        self._record(Began(self._recorder.clock(), epoch, num_blocks, step_seconds, token_seconds))
-        super().begin_epoch(epoch, num_blocks, step_seconds, token_seconds)
+    def begin_epoch(
+        self,
+        epoch: Epoch,
+        num_blocks: int,
+        step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+        num_host_blocks: int = 0,
+        swap_seconds: float = 0.0,
+    ) -> None:
+        measured = (step_seconds, token_seconds, num_host_blocks, swap_seconds)
+        self._record(Began(self._recorder.clock(), epoch, num_blocks, *measured))
+        super().begin_epoch(epoch, num_blocks, *measured)
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         self._record(Lost(now, out_of_memory))

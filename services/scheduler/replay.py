@@ -69,8 +69,8 @@ def replay(record: Record, core: Scheduler) -> Iterator[Replayed]:
 
 def _apply(core: Scheduler, entry: Input) -> Outcome:
     match entry:
-        case Began(_, epoch, num_blocks, step_seconds, token_seconds):
-            core.begin_epoch(epoch, num_blocks, step_seconds, token_seconds)
+        case Began(_, epoch, num_blocks, step_seconds, token_seconds, num_host_blocks, swap_seconds):
+            core.begin_epoch(epoch, num_blocks, step_seconds, token_seconds, num_host_blocks, swap_seconds)
         case Submitted(now, request):
             return core.submit(request, now)
         case Aborted(_, id, sample):

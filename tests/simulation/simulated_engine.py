@@ -15,7 +15,7 @@ from simulated_worker import AT_ONCE, ExpectedOutput, SimulatedWorker, StepCosts
 
 from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.policy import may_preempt
-from services.scheduler.core.sequence import State
+from services.scheduler.core.sequence import Sequence, State
 from shared.protocol import (
     Configure,
     Epoch,
@@ -225,8 +225,12 @@ class SimulatedEngine:
         on_rows: Callable[[list[ProgressRow]], None] = lambda rows: None,
         costs: StepCosts = AT_ONCE,
         measured: tuple[float, float] = (0.0, 0.0),
+        host: tuple[int, float] = (0, 0.0),
     ) -> None:
-        """`costs` are those of the workers' steps; what each has `measured` is of a step and of one more token."""
+        """`costs` are those of the workers' steps; what each has `measured` is of a step and of one more token.
+
+        `host` is the number of host blocks, and the measured seconds to copy one.
+        """
         self.core = Scheduler(limits)
         self.limits = limits
         self.clients: dict[tuple[int, int], Client] = {}
@@ -240,6 +244,7 @@ class SimulatedEngine:
         self.suspicions = SuspicionCheck()
         self.costs = costs
         self._measured = measured
+        self._host = host
         self._checked = checked
         self._on_rows = on_rows
         self.losses = 0
@@ -253,7 +258,7 @@ class SimulatedEngine:
         """Begin an epoch with a new worker."""
         self._epochs += 1
         limits, epoch = self.limits, Epoch("boot", self._epochs)
-        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured)
+        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured, *self._host)
         self.worker = SimulatedWorker(
             Configure(
                 epoch,
@@ -262,6 +267,7 @@ class SimulatedEngine:
                 limits.max_num_seqs,
                 limits.max_model_len,
                 limits.max_num_batched_tokens,
+                self._host[0],
             ),
             self.salts,
             self.costs,
@@ -377,6 +383,7 @@ class SimulatedEngine:
     def plan(self) -> StepPlan | None:
         """Make a plan and execute it. The worker may die of it."""
         order, budget = OrderCheck(self.core), BudgetCheck(self.core)
+        swapped = [one for one in self.core._queues.waiting.items if one.table.host_blocks]
         plan = self.core.plan(self.now)
         if self._checked:
             order.check(plan)
@@ -390,7 +397,7 @@ class SimulatedEngine:
         self.plans.append(plan)
         self._count_events(plan)
         self.results.append(self.worker.execute(plan))
-        self._check_admitted(plan)
+        self._check_admitted(plan, swapped)
         self.check()
         if self._kills_worker(plan):
             self.lose_worker()
@@ -399,6 +406,8 @@ class SimulatedEngine:
     def deliver(self) -> list[ProgressRow]:
         """Give the oldest result back to the core."""
         self.stale.append(self.results.popleft())
+        assert self.worker is not None
+        self.worker.land()
         self.suspicions.commit(self.core)
         rows = self.core.commit(self.stale[-1])
         self._receive(rows)
@@ -445,15 +454,21 @@ class SimulatedEngine:
         assert all(client.finish_reason is not None for client in self.clients.values()), "every sample ends"
         assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
         assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
+        assert (state.swapped, state.host_blocks_free) == (0, state.host_blocks), "all host blocks are free at the end"
         assert state.worker_losses == self.losses, "an epoch that ends in order is no loss"
         for finish_reason in FinishReason:
             ends = sum(client.finish_reason is finish_reason for client in self.clients.values())
             assert getattr(state, f"finished_{finish_reason.value}") == ends
 
-    def _check_admitted(self, plan: StepPlan) -> None:
-        """Check that the sequences that enter slots find nothing that was to be forgotten."""
+    def _check_admitted(self, plan: StepPlan, swapped: list[Sequence]) -> None:
+        """Check that the sequences that enter slots find nothing that was to be forgotten.
+
+        Those that were `swapped` before the plan go on with what they had computed, as those do that kept running.
+        """
         assert self.worker is not None
-        admitted = {new.slot: new for new in plan.new_sequences}
+        resumed = {one.slot for one in swapped if one.state is State.RUNNING}
+        self.events["resumed from host memory"] += len(resumed)
+        admitted = {new.slot: new for new in plan.new_sequences if new.slot not in resumed}
         for row in plan.rows:
             if row.slot in admitted and row.start:
                 assert self.worker.oldest_step(row) > self._forgotten_steps, "nothing from before the reset is found"
@@ -463,6 +478,10 @@ class SimulatedEngine:
         self.events["plans"] += 1
         self.events["forks"] += len(plan.forks)
         self.events["copies"] += len(plan.block_copies)
+        self.events["swaps in both directions"] += bool(plan.swap_out and plan.swap_in)
+        self.events["blocks saved and reused by one plan"] += bool(
+            {block for block, _ in plan.swap_out} & {block for _, block in plan.swap_in}
+        )
         self.events["two in flight"] += self.core.in_flight == 2
         self.events["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
         ended = [sequence for sequence in self.core._queues.stopping if sequence.finish_reason is not None]

@@ -6,9 +6,13 @@ sample and output position. So a wrong table, a block reused too early, a bad sh
 sampled. What stands before the first cell is a digest of the request's `cache_salt`, so a block of another salt changes
 it as well. `expected_output` computes the output of one sequence without blocks and without a scheduler.
 
+Host memory has cells too. A copy to it lands when the plan's result is back, as on a device that copies on a stream of
+its own, and a host block that is copied from must not change until then.
+
 The worker applies plans in the order that the protocol documents and refuses those that break its rules.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -113,6 +117,14 @@ class Slot:
         self.sample = sample
 
 
+class HostCopies:
+    """The copies of a plan whose result is not back."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[list[int], list[int]]] = {}  # by host block: cells to come, and their steps
+        self.read: dict[int, list[int]] = {}  # by host block: the cells that were there
+
+
 class SimulatedWorker:
     """Executes plans over memory of the configured sizes. Raise AssertionError for one that breaks the rules.
 
@@ -124,6 +136,9 @@ class SimulatedWorker:
         self.costs = costs
         self.pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_blocks)]
         self.computed_in = [[0] * configure.block_size for _ in range(configure.num_blocks)]  # steps, from 1
+        self.host_pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_host_blocks)]
+        self._host_computed_in = [[0] * configure.block_size for _ in range(configure.num_host_blocks)]
+        self._copies: deque[HostCopies] = deque()  # of the plans whose results are not back
         self.slots: dict[int, Slot] = {}
         self.num_steps = 0
         self._salts = salts
@@ -142,7 +157,10 @@ class SimulatedWorker:
             table = self.slots[write.slot].table
             assert write.index <= len(table), "tables have no holes"
             table[write.index : write.index + len(write.blocks)] = write.blocks
+        copies = self._swap_out(plan.swap_out)
         self._copy(plan.block_copies)
+        self._swap_in(plan.swap_in, copies)
+        self._copies.append(copies)
         self._check(plan.rows)
         children = {fork.parent: [slot for slot, _ in fork.children] for fork in plan.forks}
         for row in plan.rows:  # all of them write before any of them samples
@@ -169,6 +187,35 @@ class SimulatedWorker:
         for source, destination in copies:
             self.pages[destination] = list(self.pages[source])
             self.computed_in[destination] = list(self.computed_in[source])
+
+    def _swap_out(self, moves: list[tuple[int, int]]) -> "HostCopies":
+        """Read the blocks that go to host memory, where they are not yet."""
+        named = {host_block for copies in self._copies for host_block in [*copies.written, *copies.read]}
+        destinations = [host_block for _, host_block in moves]
+        assert len(set(destinations)) == len(destinations), "a host block is written once"
+        assert not named & set(destinations), "no plan in flight names a host block that is written"
+        copies = HostCopies()
+        for block, host_block in moves:
+            copies.written[host_block] = (list(self.pages[block]), list(self.computed_in[block]))
+            self.host_pages[host_block] = [UNWRITTEN] * self.configure.block_size
+        return copies
+
+    def _swap_in(self, moves: list[tuple[int, int]], copies: "HostCopies") -> None:
+        destinations = [block for _, block in moves]
+        assert len(set(destinations)) == len(destinations), "a block is written once"
+        for host_block, block in moves:
+            assert UNWRITTEN not in self.host_pages[host_block][:1], "what is copied back has landed"
+            self.pages[block] = list(self.host_pages[host_block])
+            self.computed_in[block] = list(self._host_computed_in[host_block])
+            copies.read[host_block] = list(self.pages[block])
+
+    def land(self) -> None:
+        """Let the copies of the oldest plan whose result is not back reach host memory, just before it is."""
+        copies = self._copies.popleft()
+        for host_block, cells in copies.read.items():
+            assert self.host_pages[host_block] == cells, "a host block stays until it is copied"
+        for host_block, (cells, computed_in) in copies.written.items():
+            self.host_pages[host_block], self._host_computed_in[host_block] = cells, computed_in
 
     def _check(self, rows: list[Row]) -> None:
         assert rows, "a step has rows"

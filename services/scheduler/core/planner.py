@@ -140,23 +140,27 @@ class Planner:
             self._queues.dequeue(sequence)
             self._queues.admit(sequence)
             sequence.stats.admit(now - sequence.request.accepted_at)
-            num_cached = self._block_manager.allocate(sequence, allocation, builder)
-            sequence.progress.skip(num_cached)
-            self._count_cached(sequence, num_cached)
+            self._block_manager.allocate(sequence, allocation, builder)
+            sequence.progress.skip(allocation.num_cached)
+            self._count_cached(sequence, allocation)
             builder.add_sequence(sequence)
             chunked.append(sequence)
             taken += min(sequence.progress.num_unscheduled, budget.least)
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next, or None if none waits or one that comes before it is still stopping."""
+        """Return the sequence to admit next, or None if none waits.
+
+        None as well if plans in flight still name it, or one that comes before it.
+        """
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
-            return min(group, key=lambda sequence: sequence.key, default=None)
-        if not self._queues.waiting.items:
-            return None
-        head = self._queues.waiting.items[0]
-        returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
-        return None if min(returning, default=head.key) < head.key else head
+            head = min(group, key=lambda sequence: sequence.key, default=None)
+        else:
+            head = self._queues.waiting.items[0] if self._queues.waiting.items else None
+            returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
+            if head is not None and min(returning, default=head.key) < head.key:
+                return None
+        return None if head is not None and self._block_manager.is_leaving(head) else head
 
     def _find_slot(self, sequence: Sequence) -> bool:
         """Return whether there is a free slot, after a preemption if that is allowed."""
@@ -201,10 +205,14 @@ class Planner:
             self._queues.preempt(victim)
         return bool(victims)
 
-    def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
-        if self._block_manager.may_hit(sequence):
-            self._counters.count_prefix_query(len(sequence.tokens), num_cached)
-        in_prompt = min(num_cached, sequence.prompt_len)
+    def _count_cached(self, sequence: Sequence, allocation: Allocation) -> None:
+        if not allocation.resumes and self._block_manager.may_hit(sequence):
+            num_from_host = allocation.num_from_host(self._block_manager.block_size)
+            num_on_device = allocation.num_cached - num_from_host
+            self._counters.count_prefix_query(len(sequence.tokens), num_on_device)
+            if self._block_manager.host_tier.pool.num_blocks:
+                self._counters.count_host_prefix_query(len(sequence.tokens) - num_on_device, num_from_host)
+        in_prompt = min(allocation.num_cached, sequence.prompt_len)
         sequence.stats.note_cached(in_prompt)
         self._counters.count_prompt_tokens(sequence.stats.count_prompt_up_to(in_prompt), cached=True)
 
