@@ -309,6 +309,8 @@ class _Connection:
             kv_memory=info.kv_memory,
             step_seconds=info.step_seconds,
             token_seconds=info.token_seconds,
+            host_kv_memory=info.host_kv_memory,
+            swap_bytes_per_second=info.swap_bytes_per_second,
         )
 
 

@@ -91,7 +91,7 @@ TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", MODEL, 4096, 128, [AdapterInfo("adapter_1", "/adapters/1", "d1")]),
     Progress([ProgressRow(9, 3, 5, [42], LOGPROBS, LOGPROBS, FinishReason.ERROR, 16, "why", SCHEDULING)]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, *range(32, 42)), PROCESS),
+    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, *range(32, 43)), PROCESS),
     Accepted([9, 10]),
     UnknownGateway(),
     PrefixCacheReset(9),

@@ -305,7 +305,11 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> None:
         """Have the core forget all cached blocks. From now on, nothing that is computed already may be found."""
         self.core.reset_prefix_cache()
-        assert self.core.snapshot().blocks_cached == 0
+        state, queues = self.core.snapshot(), self.core._queues
+        assert (state.blocks_cached, state.host_blocks_cached) == (0, 0)
+        for one in [*queues.running.items, *queues.stopping, *queues.waiting.items]:
+            computed = one.progress.num_computed or one.table.num_in_host
+            assert not computed or one.table.publish_at > self.limits.max_model_len, "what is computed stays private"
         self._forgotten_steps = self.worker.num_steps if self.worker is not None else 0
         self.events["resets"] += 1
         self.check()
@@ -384,7 +388,10 @@ class SimulatedEngine:
         """Make a plan and execute it. The worker may die of it."""
         order, budget = OrderCheck(self.core), BudgetCheck(self.core)
         swapped = [one for one in self.core._queues.waiting.items if one.table.host_blocks]
+        written = self.core._block_manager.host_tier._written
+        leaving = [one for one in swapped if any(block in written for block in one.table.host_blocks)]
         plan = self.core.plan(self.now)
+        assert all(one.state is State.WAITING for one in leaving), "a sequence that is being swapped waits"
         if self._checked:
             order.check(plan)
         if plan is None:

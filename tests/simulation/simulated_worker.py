@@ -131,6 +131,9 @@ class SimulatedWorker:
     `salts` are those of requests, by their seeds: plans do not have them.
     """
 
+    ORDER = ("_swap_out", "_copy", "_swap_in", "_compute_rows")
+    """What a plan does with blocks, as the protocol has it."""
+
     def __init__(self, configure: Configure, salts: Mapping[int, str] = {}, costs: StepCosts = AT_ONCE) -> None:
         self.configure = configure
         self.costs = costs
@@ -157,14 +160,11 @@ class SimulatedWorker:
             table = self.slots[write.slot].table
             assert write.index <= len(table), "tables have no holes"
             table[write.index : write.index + len(write.blocks)] = write.blocks
-        copies = self._swap_out(plan.swap_out)
-        self._copy(plan.block_copies)
-        self._swap_in(plan.swap_in, copies)
-        self._copies.append(copies)
         self._check(plan.rows)
+        self._copies.append(HostCopies())
+        for step in self.ORDER:
+            getattr(self, step)(plan)
         children = {fork.parent: [slot for slot, _ in fork.children] for fork in plan.forks}
-        for row in plan.rows:  # all of them write before any of them samples
-            self._compute(row)
         answers = [answer for row in plan.rows for answer in self._answer(row, children)]
         return StepResult(plan.epoch, plan.step, answers, self.costs.seconds(plan.rows))
 
@@ -180,7 +180,8 @@ class SimulatedWorker:
             assert slot not in self.slots, "a slot has one sequence"
             self.slots[slot] = Slot(list(parent.tokens), parent.prompt_len, list(parent.table), parent.sampling, sample)
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
+    def _copy(self, plan: StepPlan) -> None:
+        copies = plan.block_copies
         sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
         assert not sources & set(destinations), "no block is on both sides"
         assert len(set(destinations)) == len(destinations), "a block is written once"
@@ -188,26 +189,25 @@ class SimulatedWorker:
             self.pages[destination] = list(self.pages[source])
             self.computed_in[destination] = list(self.computed_in[source])
 
-    def _swap_out(self, moves: list[tuple[int, int]]) -> "HostCopies":
+    def _swap_out(self, plan: StepPlan) -> None:
         """Read the blocks that go to host memory, where they are not yet."""
-        named = {host_block for copies in self._copies for host_block in [*copies.written, *copies.read]}
-        destinations = [host_block for _, host_block in moves]
+        *others, copies = self._copies
+        named = {host_block for other in others for host_block in [*other.written, *other.read]}
+        destinations = [host_block for _, host_block in plan.swap_out]
         assert len(set(destinations)) == len(destinations), "a host block is written once"
         assert not named & set(destinations), "no plan in flight names a host block that is written"
-        copies = HostCopies()
-        for block, host_block in moves:
+        for block, host_block in plan.swap_out:
             copies.written[host_block] = (list(self.pages[block]), list(self.computed_in[block]))
             self.host_pages[host_block] = [UNWRITTEN] * self.configure.block_size
-        return copies
 
-    def _swap_in(self, moves: list[tuple[int, int]], copies: "HostCopies") -> None:
-        destinations = [block for _, block in moves]
+    def _swap_in(self, plan: StepPlan) -> None:
+        destinations = [block for _, block in plan.swap_in]
         assert len(set(destinations)) == len(destinations), "a block is written once"
-        for host_block, block in moves:
+        for host_block, block in plan.swap_in:
             assert UNWRITTEN not in self.host_pages[host_block][:1], "what is copied back has landed"
             self.pages[block] = list(self.host_pages[host_block])
             self.computed_in[block] = list(self._host_computed_in[host_block])
-            copies.read[host_block] = list(self.pages[block])
+            self._copies[-1].read[host_block] = list(self.pages[block])
 
     def land(self) -> None:
         """Let the copies of the oldest plan whose result is not back reach host memory, just before it is."""
@@ -230,6 +230,10 @@ class SimulatedWorker:
             assert end <= self.configure.max_model_len
             assert row.samples in (0, 1)
             assert not row.samples or end == len(slot.tokens), "only a row that ends at the last token samples"
+
+    def _compute_rows(self, plan: StepPlan) -> None:
+        for row in plan.rows:  # all of them write before any of them samples
+            self._compute(row)
 
     def _compute(self, row: Row) -> None:
         slot, size = self.slots[row.slot], self.configure.block_size

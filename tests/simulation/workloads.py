@@ -53,7 +53,7 @@ def _engine(limits: Limits, rng: Random) -> SimulatedEngine:
     wrong = rng.choice([0.0, 0.2, 1.0, 1.0, 5.0])
     max_step_seconds = rng.choice([0.0, 0.02, 0.05])
     mode = rng.choice(["auto", "swap", "swap", "recompute"])
-    host_blocks = rng.choice([0, 2, limits.num_blocks // 2, 2 * limits.num_blocks])
+    host_blocks = rng.choice([0, 2, limits.num_blocks // 2, limits.num_blocks, 2 * limits.num_blocks])
     return SimulatedEngine(
         replace(limits, max_step_seconds=max_step_seconds, preemption_mode=mode),
         costs=costs,
