@@ -106,7 +106,13 @@ GAUGES = (
     MetricFamily(
         "quire:kv_waste_perc", "Share of the positions in held blocks that store nothing, from 0 to 1.", _kv_waste
     ),
+    MetricFamily("quire:kv_block_bytes", "Bytes of a block, in all layers.", lambda s: s.block_bytes),
     MetricFamily("quire:host_kv_blocks", "Blocks of host memory for KV.", lambda s: s.host_blocks),
+    MetricFamily(
+        "quire:host_kv_blocks_free",
+        "Blocks of host memory that no swapped sequence holds, cached ones included.",
+        lambda s: s.host_blocks_free,
+    ),
     MetricFamily(
         "quire:host_kv_blocks_cached", "Blocks of host memory in the prefix index.", lambda s: s.host_blocks_cached
     ),
