@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests t
 
 BLOCK = 16
 
+TOKENS = list(range(500, 533))
+
 SMALL: dict[str, dict[str, Any]] = {
     "auto": {"num_gpu_blocks_override": 39, "block_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 64},
     "float32": {"num_gpu_blocks_override": 11, "block_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 64},
@@ -33,10 +35,6 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def crowded(dtype: str, **settings: Any) -> InProcessEngine:
     return engine(dtype, **SMALL[dtype], **settings)
-
-
-def eight_bits(dtype: str, **settings: Any) -> InProcessEngine:
-    return engine(dtype, worker={"kv_cache_dtype": "int8"}, **settings)
 
 
 @pytest.fixture(scope="module", params=["auto", "float32"])
@@ -116,11 +114,13 @@ def test_a_pool_too_small_for_all_and_short_steps_change_nothing(
 
 
 def test_a_cache_of_eight_bits_is_swapped_with_its_scales(requests: list[Request], dtype: str) -> None:
-    few, roomy = requests[:8], eight_bits(dtype, enable_prefix_caching=False)
+    """Three that fit the pool when they begin, and not when they end."""
+    sampling = msgspec.structs.replace(requests[0].sampling, max_tokens=40)
+    few = [Request(TOKENS[start : start + 11], sampling) for start in (0, 11, 22)]
+    int8 = {"kv_cache_dtype": "int8"}
+    roomy = engine(dtype, worker=int8)
     alone = [serve(roomy, [request])[0].run for request in few]
-    longest = max(len(request.prompt) + request.sampling.max_tokens for request in few)
-    sizes = SMALL[dtype] | {"num_gpu_blocks_override": longest // 8 + 2}
-    small = eight_bits(dtype, preemption_mode="swap", **sizes)
+    small = engine(dtype, worker=int8, preemption_mode="swap", num_gpu_blocks_override=12, block_size=8)
     outputs = serve(small, few)
     assert small.engine.snapshot.preemptions_swapped > 0
     assert_alike(alone, runs(outputs), small.model.vocab_size)
