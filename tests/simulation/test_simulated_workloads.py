@@ -24,6 +24,7 @@ GAUGES = {
     "blocks_free",
     "blocks_cached",
     "block_size",
+    "block_bytes",
     "tokens_held",
     "in_flight",
     "prefix_caching",
