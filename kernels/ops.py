@@ -139,6 +139,22 @@ class Ops(Protocol):
     ) -> None:
         """Copy whole blocks, in all layers."""
 
+    def swap_out(
+        self,
+        storage: Tensor,  # (layer, 2, block, ...)
+        host: Tensor,  # (host block, layer, 2, ...) in host memory, pinned if `storage` is on a GPU; written
+        moves: Sequence[tuple[int, int]],  # (block, host block), no host block twice
+    ) -> None:
+        """Copy whole blocks to host memory. On a GPU this waits for nothing."""
+
+    def swap_in(
+        self,
+        storage: Tensor,  # as in `swap_out`, written
+        host: Tensor,
+        moves: Sequence[tuple[int, int]],  # (host block, block), no block twice
+    ) -> None:
+        """Copy whole blocks back from host memory. On a GPU this waits for nothing."""
+
     # elementwise
 
     def pack_vector(self, vector: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ SHORT_FLAGS: dict[str, str] = {
 
 RENAMED: dict[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
+    "kv_offloading_size": "swap_space",
     "device_memory_utilization": "gpu_memory_utilization",
     "shutdown_timeout": "drain_timeout",
     "uvicorn_log_level": "log_level",
@@ -99,9 +100,8 @@ ACCEPTED: dict[str, str] = {
         long_prefill_token_threshold long_prefill_token_threshold_adaptive! max_num_scheduled_tokens
         max_num_active_seqs watermark scheduler_reserve_full_isl! prefill_schedule_interval
         max_num_partial_prefills max_long_partial_prefills num_scheduler_steps num_lookahead_slots
-        scheduler_delay_factor max_paddings preemption_mode disable_async_output_proc! swap_space
-        kv_offloading_size kv_offloading_backend kv_sharing_fast_prefill! swa_bounded_replay!
-        prefix_cache_retention_interval prefix_match_unit""",
+        scheduler_delay_factor max_paddings disable_async_output_proc! kv_offloading_backend
+        kv_sharing_fast_prefill! swa_bounded_replay! prefix_cache_retention_interval prefix_match_unit""",
     "there is no such line in the log; figures are at /metrics": """
         disable_log_stats! aggregate_engine_logging! enable_logging_iteration_details! log_error_stack!""",
     "requests are logged only with --enable-log-requests, and their texts never": """

@@ -294,6 +294,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     max_model_len: Count = 0  # maximum number of tokens of one sequence
     prefix_resets: Count = 0  # counter: times that all cached blocks were forgotten on demand
     swapped: Count = 0  # the part of `waiting` whose blocks are in host memory
+    block_bytes: Count = 0  # of a block, in all layers
     host_blocks: Count = 0  # blocks of host memory
     host_blocks_free: Count = 0  # those that no swapped sequence holds, cached ones included
     host_blocks_cached: Count = 0  # those in the prefix index

@@ -6,7 +6,7 @@ import torch
 
 from kernels.decoder_layers import DecoderLayer, LayerConfig
 from kernels.reference.attention import pack_angles, paged_attention, plan_attention
-from kernels.reference.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
+from kernels.reference.cache import copy_blocks, kv_layout, rotate_and_store, swap_in, swap_out, write_kv
 from kernels.reference.elementwise import (
     add_layer_norm,
     add_rms_norm,

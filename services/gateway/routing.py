@@ -140,7 +140,7 @@ class Router:
         incarnation = (welcome.boot_id, snapshot.worker_losses, snapshot.prefix_resets)
         known, blocks = self._caches.get(engine, (None, NO_CACHE))
         if known != incarnation:
-            blocks = CachedBlocks(min(snapshot.blocks, MAX_BLOCKS), snapshot.block_size)
+            blocks = CachedBlocks(min(snapshot.blocks + snapshot.host_blocks, MAX_BLOCKS), snapshot.block_size)
             self._caches[engine] = (incarnation, blocks)
         return blocks
 

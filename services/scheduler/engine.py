@@ -13,10 +13,13 @@ from msgspec.structs import replace
 from services.scheduler.config import (
     SchedulerConfig,
     WorkerCapacity,
+    bytes_per_block,
     count_blocks,
+    count_host_blocks,
     make_configure,
     make_limits,
     pool_tokens,
+    swap_seconds,
 )
 from services.scheduler.core import Scheduler
 from services.scheduler.recorder import RecordedScheduler, Recorder
@@ -57,6 +60,7 @@ class Engine:
         self._takes_adapters = worker.max_loras > 0
         self._core = self._make_core()
         self._epoch = Epoch(secrets.token_hex(8), 0)
+        self._block_bytes = 0  # of a block of the last worker
         self._warn_of_reduced_context()
 
     @property
@@ -66,7 +70,7 @@ class Engine:
 
     @property
     def snapshot(self) -> Snapshot:
-        return self._core.snapshot()
+        return replace(self._core.snapshot(), block_bytes=self._block_bytes)
 
     @property
     def welcome(self) -> Welcome:
@@ -101,17 +105,20 @@ class Engine:
 
     def configure(self, worker: WorkerCapacity) -> Configure:
         """Begin an epoch with this worker, and return the message that configures it."""
-        num_blocks = count_blocks(self._config, worker)
+        num_blocks, num_host_blocks = count_blocks(self._config, worker), count_host_blocks(self._config, worker)
         self._epoch = replace(self._epoch, count=self._epoch.count + 1)
+        self._block_bytes = bytes_per_block(self._config, worker)
         self._core.begin_epoch(
             self._epoch,
             num_blocks,
             worker.step_seconds,
             worker.token_seconds,
+            num_host_blocks,
+            swap_seconds(self._config, worker),
             worker.max_loras,
             worker.max_cpu_loras,
         )
-        return make_configure(self.limits, self._epoch, num_blocks)
+        return make_configure(self.limits, self._epoch, num_blocks, num_host_blocks)
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not."""

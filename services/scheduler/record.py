@@ -49,6 +49,8 @@ class Began(Struct, frozen=True, array_like=True, tag=1):
     num_blocks: int
     step_seconds: float = 0.0
     token_seconds: float = 0.0
+    num_host_blocks: int = 0
+    swap_seconds: float = 0.0
     max_loras: int = 0
     max_cpu_loras: int = 0
 

@@ -236,12 +236,14 @@ class RecordedScheduler(Scheduler):
         num_blocks: int,
         step_seconds: float = 0.0,
         token_seconds: float = 0.0,
+        num_host_blocks: int = 0,
+        swap_seconds: float = 0.0,
         max_loras: int = 0,
         max_cpu_loras: int = 0,
     ) -> None:
-        arguments = (epoch, num_blocks, step_seconds, token_seconds, max_loras, max_cpu_loras)
-        self._record(Began(self._recorder.clock(), *arguments))
-        super().begin_epoch(*arguments)
+        measured = (step_seconds, token_seconds, num_host_blocks, swap_seconds, max_loras, max_cpu_loras)
+        self._record(Began(self._recorder.clock(), epoch, num_blocks, *measured))
+        super().begin_epoch(epoch, num_blocks, *measured)
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         self._record(Lost(now, out_of_memory))

@@ -113,6 +113,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="GiB for KV; unset: what gpu-memory-utilization leaves, or a share of the host's memory."),
     ] = None
+    swap_space: Annotated[
+        Annotated[float, Meta(ge=0, le=65_536)] | None,
+        Meta(
+            description="GiB of host memory for the KV of preempted sequences and of prefixes that the device has no "
+            "room for; 0: none; unset: 4, but at most an eighth of the free memory."
+        ),
+    ] = None
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Threads for computing on a CPU; unset: every core, or an engine's part of them."),

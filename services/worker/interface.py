@@ -19,6 +19,8 @@ class WorkerInfo(Struct, frozen=True):
     kv_memory: int  # bytes that may hold KV
     step_seconds: float  # the fixed cost of a step, measured
     token_seconds: float  # the cost of one more token in a step, measured
+    host_kv_memory: int = 0  # bytes of host memory that may hold KV
+    swap_bytes_per_second: float = 0.0  # of copies to host memory or back, whichever is slower, measured
     max_loras: int = 0  # slots of adapters; 0: it takes none
     max_cpu_loras: int = 0  # adapters in host memory
 

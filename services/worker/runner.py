@@ -31,8 +31,9 @@ from services.worker.batch import (
 )
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
+from services.worker.host_blocks import HostBlocks, measure_bandwidth
 from services.worker.interface import OutOfMemory, WorkerInfo
-from services.worker.kv_memory import kv_memory
+from services.worker.kv_memory import host_kv_memory, kv_memory
 from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
 from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
 from services.worker.models.load import LoadedModel
@@ -71,6 +72,7 @@ class _EpochState:
     layout: KVLayout
     storage: Tensor
     caches: list[tuple[Tensor, Tensor]]
+    host_blocks: HostBlocks
     sequences: SequenceStates
     sampler: Sampler
     masks: TokenMasks
@@ -128,6 +130,8 @@ class ModelRunner:
         self._load_compiler = load_compiler
         self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
+        host_memory = host_kv_memory(config)
+        bandwidth = measure_bandwidth(self._layout(block_size=16), device, ops) if host_memory else 0.0
         needed = self._measure_memory(config, new_capture) if device.type == "cuda" else None
         self._state = self._sizes = None
         self._new_capture = new_capture
@@ -138,6 +142,8 @@ class ModelRunner:
             kv_memory=kv_memory(config, device, needed),
             step_seconds=measured.step_seconds,
             token_seconds=measured.token_seconds,
+            host_kv_memory=host_memory,
+            swap_bytes_per_second=bandwidth,
             max_loras=config.max_loras if self._adapters else 0,
             max_cpu_loras=config.num_host_adapters if self._adapters else 0,
         )
@@ -185,7 +191,7 @@ class ModelRunner:
         tokens = sum(row.count for row in plan.rows)
         with _naming_settings(f"in a step of {tokens} tokens and {len(plan.rows)} sequences"):
             self._state.masks.update(plan)
-            outputs = self._compute(self._stage(plan, self._state), self._state)
+            outputs = self._compute(self._stage(plan, self._state), plan, self._state)
             step = LaunchedStep(plan, outputs, timer)
             self._state.masks.expect(outputs.slots, step)
             return step
@@ -211,7 +217,9 @@ class ModelRunner:
             torch.get_num_threads(),
             pin_memory=self.device.type == "cuda",
         )
-        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops), masks)
+        host_blocks = HostBlocks(layout, message.num_host_blocks, self.device, self._ops)
+        sampler = Sampler(sequences, self._ops)
+        return _EpochState(layout, storage, layout.views(storage), host_blocks, sequences, sampler, masks)
 
     def _layout(self, block_size: int) -> KVLayout:
         shape = self._model.shape
@@ -289,12 +297,14 @@ class ModelRunner:
         copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
         return _StagedStep(changes, copies, plan.adapter_slots, batch, rows, graph_size, adapters, sampling)
 
-    def _compute(self, step: _StagedStep, state: _EpochState) -> StepOutputs:
+    def _compute(self, step: _StagedStep, plan: StepPlan, state: _EpochState) -> StepOutputs:
         """Launch all of a step, in the order that `StepPlan` demands."""
         outputs = StepOutputs()
         step.changes.apply(self._ops)
+        state.host_blocks.swap_out(state.storage, plan.swap_out)
         if step.block_copies:
             self._ops.copy_blocks(state.storage, *step.block_copies.tensor)
+        state.host_blocks.swap_in(state.storage, plan.swap_in)
         for slot, adapter in step.adapter_slots:
             if self._adapters is None:
                 raise RuntimeError("a plan names an adapter, and this worker takes none")

@@ -329,6 +329,8 @@ class _Connection:
             kv_memory=info.kv_memory,
             step_seconds=info.step_seconds,
             token_seconds=info.token_seconds,
+            host_kv_memory=info.host_kv_memory,
+            swap_bytes_per_second=info.swap_bytes_per_second,
             max_loras=info.max_loras,
             max_cpu_loras=info.max_cpu_loras,
         )

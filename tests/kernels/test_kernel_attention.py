@@ -407,6 +407,21 @@ def test_copies_reach_all_layers_and_nothing_else(kernels: Ops) -> None:
     assert torch.equal(storage[:, :, [0, 2, 3]], before[:, :, [0, 2, 3]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_swapped_blocks_come_back_with_their_scales(kernels: Ops, dtype: torch.dtype) -> None:
+    layout = kernels.kv_layout(num_layers=3, num_kv_heads=2, head_dim=10, block_size=4, dtype=dtype)
+    storage, host = layout.allocate(5, torch.device("cpu")), layout.allocate_host(3)
+    assert host.nbytes == 3 * layout.bytes_per_block
+    storage.view(torch.uint8).random_()
+    before = storage.clone()
+    kernels.swap_out(storage, host, [(4, 2), (1, 0)])
+    assert torch.equal(storage.view(torch.uint8), before.view(torch.uint8))
+    kernels.swap_in(storage, host, [(2, 0), (0, 2), (2, 3)])
+    expected = before.clone()
+    expected[:, :, [0, 2, 3]] = before[:, :, [4, 1, 4]]
+    assert torch.equal(storage.view(torch.uint8), expected.view(torch.uint8))
+
+
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.int8, 1), (torch.float8_e4m3fn, 1)])
 @pytest.mark.parametrize("lanes", [1, 16])
 def test_sizes_of_the_layout(lanes: int, dtype: torch.dtype, size: int) -> None:

@@ -141,6 +141,7 @@ OTHER_VALUES: list[object] = [
     ["a", "--b", "c d"],
     "cpu",
     "priority",
+    "recompute",
     "json",
     "text",
     "dummy",

@@ -77,7 +77,7 @@ TOKENS = pack_tokens([1, 2, 70_000])
 SUSPICION = Suspicion(12, 1, 10, 11)
 SCHEDULING = SchedulingInfo(0.75, 2, SUSPICION)
 PROCESS = ProcessStats(0.5, 12.5, 3.25)
-SNAPSHOT = Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, *range(32, 43), ["a"], ["b"])
+SNAPSHOT = Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, *range(32, 44), ["a"], ["b"])
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),

@@ -269,12 +269,14 @@ class SimulatedEngine:
         on_rows: Callable[[list[ProgressRow]], None] = lambda rows: None,
         costs: StepCosts = AT_ONCE,
         measured: tuple[float, float] = (0.0, 0.0),
+        host: tuple[int, float] = (0, 0.0),
         max_loras: int = 0,
         max_cpu_loras: int = 0,
     ) -> None:
         """`costs` are those of the workers' steps; what each has `measured` is of a step and of one more token.
 
-        Workers have `max_loras` adapter slots, and host memory for `max_cpu_loras`.
+        `host` is the number of host blocks, and the measured seconds to copy one. Workers have `max_loras` adapter
+        slots, and host memory for `max_cpu_loras` adapters.
         """
         self.core = Scheduler(limits)
         self.limits = limits
@@ -290,6 +292,7 @@ class SimulatedEngine:
         self.suspicions = SuspicionCheck()
         self.costs = costs
         self._measured = measured
+        self._host = host
         self._checked = checked
         self._on_rows = on_rows
         self.losses = 0
@@ -303,8 +306,8 @@ class SimulatedEngine:
         """Begin an epoch with a new worker."""
         self._epochs += 1
         limits, epoch = self.limits, Epoch("boot", self._epochs)
-        adapters = self.adapters
-        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured, adapters.max_loras, adapters.max_cpu_loras)
+        sizes = (*self._host, self.adapters.max_loras, self.adapters.max_cpu_loras)
+        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured, *sizes)
         self.worker = SimulatedWorker(
             Configure(
                 epoch,
@@ -313,11 +316,12 @@ class SimulatedEngine:
                 limits.max_num_seqs,
                 limits.max_model_len,
                 limits.max_num_batched_tokens,
+                self._host[0],
             ),
             self.salts,
             self.costs,
-            adapters.max_loras,
-            adapters.max_cpu_loras,
+            self.adapters.max_loras,
+            self.adapters.max_cpu_loras,
         )
         self._forgotten_steps = 0
         self.plans = []
@@ -399,7 +403,11 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> None:
         """Have the core forget all cached blocks. From now on, nothing that is computed already may be found."""
         self.core.reset_prefix_cache()
-        assert self.core.snapshot().blocks_cached == 0
+        state, queues = self.core.snapshot(), self.core._queues
+        assert (state.blocks_cached, state.host_blocks_cached) == (0, 0)
+        for one in [*queues.running.items, *queues.stopping, *queues.waiting.items]:
+            computed = one.progress.num_computed or one.table.num_in_host
+            assert not computed or one.table.publish_at > self.limits.max_model_len, "what is computed stays private"
         self._forgotten_steps = self.worker.num_steps if self.worker is not None else 0
         self.events["resets"] += 1
         self.check()
@@ -483,7 +491,11 @@ class SimulatedEngine:
     def plan(self) -> StepPlan | None:
         """Make a plan and execute it. The worker may die of it."""
         order, budget = OrderCheck(self.core), BudgetCheck(self.core)
+        swapped = [one for one in self.core._queues.waiting.items if one.table.host_blocks]
+        written = self.core._block_manager.host_tier._written
+        leaving = [one for one in swapped if any(block in written for block in one.table.host_blocks)]
         plan = self.core.plan(self.now)
+        assert all(one.state is State.WAITING for one in leaving), "a sequence that is being swapped waits"
         if self._checked:
             order.check(plan)
         self._send_adapter_messages()
@@ -498,7 +510,7 @@ class SimulatedEngine:
         self.plans.append(plan)
         self._count_events(plan)
         self.results.append(self.worker.execute(plan))
-        self._check_admitted(plan)
+        self._check_admitted(plan, swapped)
         self.check()
         if self._kills_worker(plan):
             self.lose_worker()
@@ -507,6 +519,8 @@ class SimulatedEngine:
     def deliver(self) -> list[ProgressRow]:
         """Give the oldest result back to the core."""
         self.stale.append(self.results.popleft())
+        assert self.worker is not None
+        self.worker.land()
         self.suspicions.commit(self.core)
         rows = self.core.commit(self.stale[-1])
         self._receive(rows)
@@ -557,6 +571,7 @@ class SimulatedEngine:
         assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
         assert (state.adapters_running, state.adapters_waiting) == ([], [])
         assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
+        assert (state.swapped, state.host_blocks_free) == (0, state.host_blocks), "all host blocks are free at the end"
         assert state.worker_losses == self.losses, "an epoch that ends in order is no loss"
         for finish_reason in FinishReason:
             ends = sum(client.finish_reason is finish_reason for client in self.clients.values())
@@ -573,10 +588,15 @@ class SimulatedEngine:
                 self.worker.load_adapter(message.adapter, content)
             self.adapters.answers.append((message.adapter, content))
 
-    def _check_admitted(self, plan: StepPlan) -> None:
-        """Check that the sequences that enter slots find nothing that was to be forgotten."""
+    def _check_admitted(self, plan: StepPlan, swapped: list[Sequence]) -> None:
+        """Check that the sequences that enter slots find nothing that was to be forgotten.
+
+        Those that were `swapped` before the plan go on with what they had computed, as those do that kept running.
+        """
         assert self.worker is not None
-        admitted = {new.slot: new for new in plan.new_sequences}
+        resumed = {one.slot for one in swapped if one.state is State.RUNNING}
+        self.events["resumed from host memory"] += len(resumed)
+        admitted = {new.slot: new for new in plan.new_sequences if new.slot not in resumed}
         for row in plan.rows:
             if row.slot in admitted and row.start:
                 assert self.worker.oldest_step(row) > self._forgotten_steps, "nothing from before the reset is found"
@@ -587,6 +607,10 @@ class SimulatedEngine:
         self.events["forks"] += len(plan.forks)
         self.events["adapters put into slots"] += len(plan.adapter_slots)
         self.events["copies"] += len(plan.block_copies)
+        self.events["swaps in both directions"] += bool(plan.swap_out and plan.swap_in)
+        self.events["blocks saved and reused by one plan"] += bool(
+            {block for block, _ in plan.swap_out} & {block for _, block in plan.swap_in}
+        )
         self.events["two in flight"] += self.core.in_flight == 2
         self.events["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
         ended = [sequence for sequence in self.core._queues.stopping if sequence.finish_reason is not None]

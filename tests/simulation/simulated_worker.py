@@ -8,9 +8,13 @@ it as well. Each cell and each token depends on the content of the adapter that 
 that step, so a block of another adapter or a wrong slot changes it too. `expected_output` computes the output of one
 sequence without blocks and without a scheduler.
 
+Host memory has cells too. A copy to it lands when the plan's result is back, as on a device that copies on a stream of
+its own, and a host block that is copied from must not change until then.
+
 The worker applies plans in the order that the protocol documents and refuses those that break its rules.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -129,12 +133,23 @@ class Slot:
         self.sample = sample
 
 
+class HostCopies:
+    """The copies of a plan whose result is not back."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[list[int], list[int]]] = {}  # by host block: cells to come, and their steps
+        self.read: dict[int, list[int]] = {}  # by host block: the cells that were there
+
+
 class SimulatedWorker:
     """Executes plans over memory of the configured sizes. Raise AssertionError for one that breaks the rules.
 
     `salts` are those of requests, by their seeds: plans do not have them. It takes `max_loras` adapters in a step, and
     `max_cpu_loras` in host memory.
     """
+
+    ORDER = ("_swap_out", "_copy", "_swap_in", "_compute_rows")
+    """What a plan does with blocks, as the protocol has it."""
 
     def __init__(
         self,
@@ -148,6 +163,9 @@ class SimulatedWorker:
         self.costs = costs
         self.pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_blocks)]
         self.computed_in = [[0] * configure.block_size for _ in range(configure.num_blocks)]  # steps, from 1
+        self.host_pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_host_blocks)]
+        self._host_computed_in = [[0] * configure.block_size for _ in range(configure.num_host_blocks)]
+        self._copies: deque[HostCopies] = deque()  # of the plans whose results are not back
         self.slots: dict[int, Slot] = {}
         self.num_steps = 0
         self._salts = salts
@@ -183,14 +201,14 @@ class SimulatedWorker:
             table = self.slots[write.slot].table
             assert write.index <= len(table), "tables have no holes"
             table[write.index : write.index + len(write.blocks)] = write.blocks
-        self._copy(plan.block_copies)
         for adapter_slot, number in plan.adapter_slots:
             assert 0 <= adapter_slot < self.max_loras
             self.adapter_slots[adapter_slot], self.adapter_in_slot[adapter_slot] = self.loaded[number], number
         self._check(plan.rows)
+        self._copies.append(HostCopies())
+        for step in self.ORDER:
+            getattr(self, step)(plan)
         children = {fork.parent: [slot for slot, _ in fork.children] for fork in plan.forks}
-        for row in plan.rows:  # all of them write before any of them samples
-            self._compute(row)
         answers = [answer for row in plan.rows for answer in self._answer(row, children)]
         return StepResult(plan.epoch, plan.step, answers, self.costs.seconds(plan.rows))
 
@@ -222,13 +240,42 @@ class SimulatedWorker:
         assert self.adapter_in_slot[slot.adapter_slot] in self.loaded, "what a row uses is in host memory"
         return self.adapter_slots[slot.adapter_slot]
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
+    def _copy(self, plan: StepPlan) -> None:
+        copies = plan.block_copies
         sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
         assert not sources & set(destinations), "no block is on both sides"
         assert len(set(destinations)) == len(destinations), "a block is written once"
         for source, destination in copies:
             self.pages[destination] = list(self.pages[source])
             self.computed_in[destination] = list(self.computed_in[source])
+
+    def _swap_out(self, plan: StepPlan) -> None:
+        """Read the blocks that go to host memory, where they are not yet."""
+        *others, copies = self._copies
+        named = {host_block for other in others for host_block in [*other.written, *other.read]}
+        destinations = [host_block for _, host_block in plan.swap_out]
+        assert len(set(destinations)) == len(destinations), "a host block is written once"
+        assert not named & set(destinations), "no plan in flight names a host block that is written"
+        for block, host_block in plan.swap_out:
+            copies.written[host_block] = (list(self.pages[block]), list(self.computed_in[block]))
+            self.host_pages[host_block] = [UNWRITTEN] * self.configure.block_size
+
+    def _swap_in(self, plan: StepPlan) -> None:
+        destinations = [block for _, block in plan.swap_in]
+        assert len(set(destinations)) == len(destinations), "a block is written once"
+        for host_block, block in plan.swap_in:
+            assert UNWRITTEN not in self.host_pages[host_block][:1], "what is copied back has landed"
+            self.pages[block] = list(self.host_pages[host_block])
+            self.computed_in[block] = list(self._host_computed_in[host_block])
+            self._copies[-1].read[host_block] = list(self.pages[block])
+
+    def land(self) -> None:
+        """Let the copies of the oldest plan whose result is not back reach host memory, just before it is."""
+        copies = self._copies.popleft()
+        for host_block, cells in copies.read.items():
+            assert self.host_pages[host_block] == cells, "a host block stays until it is copied"
+        for host_block, (cells, computed_in) in copies.written.items():
+            self.host_pages[host_block], self._host_computed_in[host_block] = cells, computed_in
 
     def _check(self, rows: list[Row]) -> None:
         assert rows, "a step has rows"
@@ -243,6 +290,10 @@ class SimulatedWorker:
             assert end <= self.configure.max_model_len
             assert row.samples in (0, 1)
             assert not row.samples or end == len(slot.tokens), "only a row that ends at the last token samples"
+
+    def _compute_rows(self, plan: StepPlan) -> None:
+        for row in plan.rows:  # all of them write before any of them samples
+            self._compute(row)
 
     def _compute(self, row: Row) -> None:
         slot, size = self.slots[row.slot], self.configure.block_size

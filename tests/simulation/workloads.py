@@ -53,10 +53,14 @@ def _engine(limits: Limits, rng: Random, adapter_rng: Random) -> SimulatedEngine
     max_loras = adapter_rng.choice([0, 0, 0, 1, 2, 3])
     costs = StepCosts(rng.uniform(0.001, 0.02), rng.uniform(1e-4, 1e-2), rng.uniform(2e-4, 3e-3), 1e-5)
     wrong = rng.choice([0.0, 0.2, 1.0, 1.0, 5.0])
+    max_step_seconds = rng.choice([0.0, 0.02, 0.05])
+    mode = rng.choice(["auto", "swap", "swap", "recompute"])
+    host_blocks = rng.choice([0, 2, limits.num_blocks // 2, limits.num_blocks, 2 * limits.num_blocks])
     return SimulatedEngine(
-        replace(limits, max_step_seconds=rng.choice([0.0, 0.02, 0.05])),
+        replace(limits, max_step_seconds=max_step_seconds, preemption_mode=mode),
         costs=costs,
         measured=(costs.step * wrong, costs.token * wrong),
+        host=(host_blocks, rng.choice([0.0, 1e-4, 1e-3])),
         max_loras=max_loras,
         max_cpu_loras=max_loras and max_loras + adapter_rng.choice([0, 0, 1, 3]),
     )

@@ -22,7 +22,14 @@ class RunnerClient:
     """Configures a runner, and numbers its steps."""
 
     def __init__(
-        self, runner: Runner, *, slots: int = 8, blocks: int = 64, block_size: int = 4, max_model_len: int = 128
+        self,
+        runner: Runner,
+        *,
+        slots: int = 8,
+        blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        host_blocks: int = 0,
     ) -> None:
         self.runner = runner
         self.epoch = Epoch(boot_id="test", count=1)
@@ -35,6 +42,7 @@ class RunnerClient:
                 max_num_seqs=slots,
                 max_model_len=max_model_len,
                 max_num_batched_tokens=512,
+                num_host_blocks=host_blocks,
             )
         )
 
@@ -46,6 +54,8 @@ class RunnerClient:
         writes: Sequence[TableWrite] = (),
         copies: Sequence[tuple[int, int]] = (),
         released: Sequence[int] = (),
+        swap_out: Sequence[tuple[int, int]] = (),
+        swap_in: Sequence[tuple[int, int]] = (),
         adapters: Sequence[tuple[int, int]] = (),
     ) -> dict[int, SampledRow]:
         """Execute one step with `rows` of (slot, start, count, samples), and return the results by slot."""
@@ -58,6 +68,8 @@ class RunnerClient:
             table_writes=list(writes),
             block_copies=list(copies),
             released_slots=list(released),
+            swap_out=list(swap_out),
+            swap_in=list(swap_in),
             adapter_slots=list(adapters),
         )
         result = self.runner.launch(plan).result()

@@ -6,6 +6,7 @@ The planner decides what goes into a plan.
 from typing import NamedTuple
 
 from services.scheduler.core.adapters import Adapter
+from services.scheduler.core.host_tier import Move
 from services.scheduler.core.sequence import Sequence
 from shared.protocol import Epoch, Fork, NewSequence, Row, StepPlan, TableWrite, pack_tokens
 
@@ -17,6 +18,7 @@ class InFlightPlan(NamedTuple):
     rows: list[Row]
     sequences: list[Sequence]
     pinned_blocks: list[int]  # blocks that the plan copies from
+    host_blocks: list[int]  # that it copies to or from
     num_tokens: int  # positions to compute, of all rows
     num_chunked: int  # those of rows of more than one
 
@@ -35,6 +37,8 @@ class PlanBuilder:
         "num_tokens",
         "rows",
         "sequences",
+        "swap_in",
+        "swap_out",
         "table_writes",
     )
 
@@ -50,6 +54,8 @@ class PlanBuilder:
         self.table_writes: list[TableWrite] = []
         self.block_copies: list[tuple[int, int]] = []
         self.adapter_slots: list[tuple[int, int]] = []
+        self.swap_out: list[Move] = []
+        self.swap_in: list[Move] = []
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence that has been admitted into its slot."""
@@ -102,6 +108,10 @@ class PlanBuilder:
         """Have the worker put an adapter into the slot that was assigned to it."""
         self.adapter_slots.append((adapter.slot, adapter.number))
 
+    def swap(self, swap_out: list[Move], swap_in: list[Move]) -> None:
+        """Have the worker copy blocks to host memory, before it copies others, and host blocks back after that."""
+        self.swap_out, self.swap_in = swap_out, swap_in
+
     def build(self, epoch: Epoch, step: int, released_slots: list[int]) -> StepPlan:
         """Return the message to the workers."""
         return StepPlan(
@@ -113,18 +123,22 @@ class PlanBuilder:
             self.table_writes,
             self.block_copies,
             released_slots,
-            adapter_slots=self.adapter_slots,
+            self.swap_out,
+            self.swap_in,
+            self.adapter_slots,
         )
 
     def in_flight_plan(self, step: int) -> InFlightPlan:
         """Return the part of the plan that is kept until its result is back."""
         child_rows = [Row(child.slot, child.progress.num_scheduled, 0, 1) for child in self.children]
         pinned_blocks = [source for source, _ in self.block_copies]
+        host_blocks = [destination for _, destination in self.swap_out] + [source for source, _ in self.swap_in]
         return InFlightPlan(
             step,
             self.rows + child_rows,
             self.sequences + self.children,
             pinned_blocks,
+            host_blocks,
             self.num_tokens,
             self.num_chunked,
         )

@@ -157,9 +157,9 @@ class Planner:
             self._queues.dequeue(sequence)
             self._queues.admit(sequence)
             sequence.stats.admit(now - sequence.request.accepted_at)
-            num_cached = self._block_manager.allocate(sequence, allocation, builder)
-            sequence.progress.skip(num_cached)
-            self._count_cached(sequence, num_cached)
+            self._block_manager.allocate(sequence, allocation, builder)
+            sequence.progress.skip(allocation.num_cached)
+            self._count_cached(sequence, allocation)
             builder.add_sequence(sequence)
             chunked.append(sequence)
             taken += min(sequence.progress.num_unscheduled, budget.least)
@@ -167,17 +167,18 @@ class Planner:
     def _next_waiting(self, num_passed: int) -> Sequence | None:
         """Return the sequence to admit next, behind the first `num_passed` in the queue, which stay there.
 
-        Return None if none waits there, or one that comes before it is still stopping.
+        Return None if none waits there, or if plans in flight still name it or one that comes before it.
         """
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
-            return next(iter(sorted(group, key=lambda sequence: sequence.key)[num_passed:]), None)
-        waiting = self._queues.waiting.items
-        if len(waiting) == num_passed:
-            return None
-        first = waiting[num_passed]
-        returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
-        return None if min(returning, default=first.key) < first.key else first
+            first = next(iter(sorted(group, key=lambda sequence: sequence.key)[num_passed:]), None)
+        else:
+            waiting = self._queues.waiting.items
+            first = waiting[num_passed] if num_passed < len(waiting) else None
+            returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
+            if first is not None and min(returning, default=first.key) < first.key:
+                return None
+        return None if first is not None and self._block_manager.is_leaving(first) else first
 
     def _find_slot(self, sequence: Sequence) -> bool:
         """Return whether there is a free slot, after a preemption if that is allowed."""
@@ -222,10 +223,14 @@ class Planner:
             self._queues.preempt(victim)
         return bool(victims)
 
-    def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
-        if self._block_manager.may_hit(sequence):
-            self._counters.count_prefix_query(len(sequence.tokens), num_cached)
-        in_prompt = min(num_cached, sequence.prompt_len)
+    def _count_cached(self, sequence: Sequence, allocation: Allocation) -> None:
+        if not allocation.resumes and self._block_manager.may_hit(sequence):
+            num_from_host = allocation.num_from_host(self._block_manager.block_size)
+            num_on_device = allocation.num_cached - num_from_host
+            self._counters.count_prefix_query(len(sequence.tokens), num_on_device)
+            if self._block_manager.host_tier.pool.num_blocks:
+                self._counters.count_host_prefix_query(len(sequence.tokens) - num_on_device, num_from_host)
+        in_prompt = min(allocation.num_cached, sequence.prompt_len)
         sequence.stats.note_cached(in_prompt)
         self._counters.count_prompt_tokens(sequence.stats.count_prompt_up_to(in_prompt), cached=True)
 

@@ -116,6 +116,7 @@ class Queues:
             self._stop(sequence)
         elif sequence.state is State.WAITING:
             self.dequeue(sequence)
+            self._block_manager.drop_host_blocks(sequence)
             sequence.move(State.FINISHED)
 
     def finish_stopping(self, sequence: Sequence) -> None:
@@ -130,10 +131,12 @@ class Queues:
 
     def reset(self) -> None:
         """Take back all slots and blocks, since the worker is lost. Sequences go back to the queue, or are finished."""
+        for sequence in self.waiting.items:
+            self._block_manager.drop_host_blocks(sequence)
         holders = [*self.running.items, *self.stopping]
         self.running, self.stopping = SortedSequences(), {}
         for sequence in holders:
-            self._release(sequence)
+            self._release(sequence, may_swap=False)
         self.free_slots, self.released_slots = self._all_slots(), []  # the next worker has none of them in use
 
     def _stop(self, sequence: Sequence) -> None:
@@ -145,8 +148,11 @@ class Queues:
         self.stopping[sequence] = None
         self._block_manager.expect_release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._block_manager.release(sequence)
+    def _release(self, sequence: Sequence, *, may_swap: bool = True) -> None:
+        if may_swap and sequence.finish_reason is None and self._block_manager.swap_out(sequence):
+            self._counters.count_swapped_preemption()
+        else:
+            self._block_manager.release(sequence)
         self._adapters.release(sequence.request.adapter)
         self.free_slots.append(sequence.slot)
         self.released_slots.append(sequence.slot)

@@ -24,6 +24,7 @@ from services.scheduler.core.adapters import Adapter, Adapters, Host
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.counters import Counters
+from services.scheduler.core.host_tier import HostTier
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.plan_builder import InFlightPlan
 from services.scheduler.core.planner import Planner
@@ -34,6 +35,7 @@ from services.scheduler.core.queues import Queues
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import BlockTable, Request, Sequence, SequenceProgress, SequenceStats, State
 from services.scheduler.core.step_time import StepTime
+from services.scheduler.core.swap_policy import SwapPolicy
 from shared.errors import ProtocolError
 from shared.protocol import (
     Epoch,
@@ -52,7 +54,8 @@ PLAIN = frozenset({bool, int, float, str, bytes, NoneType})
 OBJECTS: frozenset[type[Any]] = frozenset(
     (
         *(Scheduler, Counters, BlockManager, BlockPool, PrefixIndex, Queues, SortedSequences, Quarantine, Planner),
-        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, StepTime, Adapters, Adapter),
+        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, StepTime, HostTier, SwapPolicy),
+        *(Adapters, Adapter),
     )
 )
 VALUES: frozenset[type[Any]] = frozenset(
