@@ -59,7 +59,8 @@ def meta_runner(family: Family = llama.FAMILY, **config: Any) -> ModelRunner:
     info = ModelInfo(
         name="", architecture="", dtype="", max_positions=2048, vocab_size=2000, fingerprint="", weights_digest=""
     )
-    loaded, settings = LoadedModel(model, precision, "", "", adapters), WorkerConfig(kv_cache_memory=1.0)
+    settings = WorkerConfig(kv_cache_memory=1.0, swap_space=0)
+    loaded = LoadedModel(model, precision, "", "", adapters)
     with patch("services.worker.runner.warm_up", lambda *_: Measurements(1.0, 1.0)):  # it reads results
         return ModelRunner(loaded, info, settings, META, gpu())
 

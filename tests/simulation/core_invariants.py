@@ -185,6 +185,8 @@ def _check_host_blocks(core: Scheduler, worker: SimulatedWorker) -> None:
     """Check that the host blocks of swapped sequences hold the cells of their tokens."""
     tier, size = core._block_manager.host_tier, core._block_manager.block_size
     for sequence in core._queues.waiting.items:
+        if not sequence.table.host_blocks:
+            continue
         number, _, salt = sequence.request.prefix_root.partition(":")
         table, value, adapter = sequence.table, before_first(salt), worker.contents[int(number)]
         for index, host_block in enumerate(table.host_blocks):
