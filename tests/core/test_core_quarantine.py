@@ -148,7 +148,7 @@ def test_a_suspect_that_was_preempted_when_it_had_got_far_enough_is_cleared() ->
     quarantine, (suspect,) = Quarantine(), _suspects(1)
     quarantine.lose_worker([suspect])
     quarantine.start_group(0.0)
-    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 4, 0)], [suspect], [], 4, 4))
+    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 4, 0)], [suspect], [], [], 4, 4))
     suspect.rewind()
     quarantine.update(0.0)
     assert not quarantine.active
@@ -180,7 +180,7 @@ def test_suspects_of_other_schedulers_leave_others_half_of_the_time(seconds: flo
     assert quarantine.start_group(begin) == [first]
     assert not quarantine.group_due, "one at a time"
     end = begin + seconds
-    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 5, 0)], [first], [], 5, 5))
+    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 5, 0)], [first], [], [], 5, 5))
     quarantine.update(end)
     pause = max(seconds, MIN_PAUSE)
     quarantine.add_resubmitted(others[1], claim, end + 0.99 * pause)

@@ -7,6 +7,8 @@ import pytest
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.plan_builder import PlanBuilder
 from services.scheduler.core.sequence import MOVES, Request, Sequence, State
+from services.scheduler.core.step_time import StepTime
+from services.scheduler.core.swap_policy import SwapPolicy
 from shared.protocol import Sampling
 
 
@@ -40,7 +42,8 @@ def test_the_last_token_of_an_output_needs_no_computing_but_that_of_a_scored_pro
 
 
 def test_rewinding_keeps_tokens_and_nothing_that_a_worker_knew() -> None:
-    sequence, block_manager = _sequence(), BlockManager(2, 4, prefix_caching=False)
+    policy = SwapPolicy("recompute", 4, StepTime())
+    sequence, block_manager = _sequence(), BlockManager(2, 4, False, policy)
     block_manager.allocate(sequence, block_manager.match_prefix(sequence, spare=0), PlanBuilder())
     sequence.slot = 3
     sequence.progress.schedule(3)
