@@ -10,7 +10,7 @@ from services.gateway.config import GatewayConfig
 from shared.hub.embedded import EMBEDDED
 from shared.text.template import ChatTemplate
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of Japan?"
 
 
 def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:

@@ -56,7 +56,7 @@ ENGINES = {
     "description": "Number of engines that must be able to make progress.",
     "schema": {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1, "default": 1},
 }
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]  # of an example
+MESSAGES = [{"role": "user", "content": "What is the capital of Japan?"}]  # of an example
 
 
 def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Application:
