@@ -305,17 +305,75 @@ _FORM = {
     "required": ["type"],
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema"]},
-        "name": {"type": "string"},
-        "schema": {"type": ["object", "boolean"], "description": "The JSON schema that the answer follows."},
+        "name": {"description": "Of the schema."},
+        "schema": {"description": "The JSON schema that the answer follows."},
     },
+}
+
+_ITEM_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+
+_ITEM = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "type": {"const": "message"},
+                "role": {"enum": ["user", "assistant", "system", "developer"]},
+                "content": _ITEM_CONTENT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"const": "reasoning"},
+                "content": {
+                    "type": ["array", "null"],
+                    "items": {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
+                },
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "name", "arguments"],
+            "properties": {
+                "type": {"const": "function_call"},
+                "call_id": {"type": "string"},
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "description": "The text of a JSON object."},
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "output"],
+            "properties": {
+                "type": {"const": "function_call_output"},
+                "call_id": {"type": "string", "description": "That of a call before it."},
+                "output": _ITEM_CONTENT,
+            },
+        },
+    ]
 }
 
 RESPONSES_FIELDS: Mapping[str, Schema] = {
     "input": {
-        "description": "A user's message, or the items of the conversation: messages, reasoning, function_call and "
-        "function_call_output.",
-        "minItems": 1,
+        "description": "A user's message, or the items of the conversation.",
         "minLength": 1,
+        "minItems": 1,
+        "items": _ITEM,
     },
     "instructions": {"description": "A system message before the input."},
     "tools": {"description": "The functions that the model may call.", "items": _RESPONSES_TOOL},

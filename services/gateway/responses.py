@@ -13,7 +13,7 @@ from services.gateway.logprobs import has_many_logprobs
 from services.gateway.response import json_response
 from services.gateway.responses_answer import begun, ended
 from services.gateway.responses_events import ResponseEvents
-from services.gateway.responses_input import Chat
+from services.gateway.responses_input import Chat, has_many_parts
 from services.gateway.responses_objects import Response
 from services.gateway.responses_output import OutputBuilder
 from services.gateway.stream import collect, stream_events
@@ -26,7 +26,7 @@ async def responses(http: web.Request) -> web.StreamResponse:
     begin_response(http, "resp_")
     request = await read(http, ResponsesRequest)
     id = begin_response(http, "resp_", request.request_id)
-    chat = Chat(request)
+    chat = await run_in_thread_if(has_many_parts(request), Chat, request)
     with chat.in_own_words():
         prompt = await prepare_chat(gateway, chat.request(), arrived, id)
         response = begun(request, prompt, id, gateway.model.name)

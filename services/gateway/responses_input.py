@@ -57,11 +57,24 @@ RENAMED = (
 _MESSAGE = re.compile(r"messages\[(\d+)\](\.tool_calls\[\d+\]\.function)?")
 
 
+MANY_PARTS = 64  # of all items; their conversion takes some 0.1 ms
+
+
+def has_many_parts(request: ResponsesRequest) -> bool:
+    """Return whether making a chat of a request could keep the loop too long."""
+    if isinstance(request.input, str):
+        return False
+    contents = (item.get("content") for item in request.input)
+    parts = sum(len(content) if isinstance(content, list) else 1 for content in contents)
+    return parts + len(request.tools or ()) > MANY_PARTS
+
+
 class Chat:
     """The chat that a request makes, and where each of its messages comes from."""
 
     def __init__(self, request: ResponsesRequest) -> None:
-        """Raise `InvalidRequest`, in the words of a chat or in those of the request."""
+        """Raise `InvalidRequest` for input that no chat can have."""
+        _check_refused(request)
         self._messages: list[dict[str, Any]] = []
         self._origins: dict[str, str] = {}  # by path in the chat
         self._call_ids: set[str] = set()
@@ -77,9 +90,8 @@ class Chat:
         self._request = request
 
     def request(self) -> ChatRequest:
-        """Return the chat. Raise `InvalidRequest`."""
+        """Return the chat. Raise `InvalidRequest`, in its words or in those of the request."""
         request = self._request
-        _check_refused(request)
         tools, choice = _tools(request.tools or (), request.tool_choice)
         chat = ChatRequest(
             messages=self._messages,
