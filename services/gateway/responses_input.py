@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from services.gateway.api_requests import ChatRequest, ResponsesRequest, check_generation
 from shared.errors import InvalidRequest, brief
+from shared.params import whole
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -74,7 +75,7 @@ class Chat:
 
     def __init__(self, request: ResponsesRequest) -> None:
         """Raise `InvalidRequest` for input that no chat can have."""
-        _check_refused(request)
+        _check(request)
         self._messages: list[dict[str, Any]] = []
         self._origins: dict[str, str] = {}  # by path in the chat
         self._call_ids: set[str] = set()
@@ -151,6 +152,12 @@ class Chat:
                 self._add_call(item, path)
             case "function_call_output":
                 self._add_output(item, path)
+            case "item_reference":
+                raise InvalidRequest(
+                    f"{path} is an item_reference, which is not supported: responses are not kept; send the items "
+                    "themselves, as clients do with store false",
+                    path,
+                )
             case _:
                 _refuse_type(kind, path, "'message', 'reasoning', 'function_call' and 'function_call_output'")
 
@@ -219,10 +226,12 @@ def _refuse_type(kind: Any, path: str, taken: str) -> NoReturn:
     raise InvalidRequest(f"{path} has type {brief(kind)}, which is not supported: only {taken} can be used", path)
 
 
-def _check_refused(request: ResponsesRequest) -> None:
+def _check(request: ResponsesRequest) -> None:
     for name, reason in REFUSED.items():
         if getattr(request, name):
             raise InvalidRequest(f"{name} is not supported: {reason}", name)
+    if request.max_tool_calls is not None:
+        whole("max_tool_calls", request.max_tool_calls)
     for value in request.include or ():
         if value not in INCLUDABLE:
             raise InvalidRequest(f"include has {brief(value)}, which is not supported", "include")

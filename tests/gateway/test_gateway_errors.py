@@ -266,6 +266,7 @@ CASES = [
     response({"conversation": "conv_1"}, "conversation", "not supported", "not kept"),
     response({"previous_response_id": "resp_1"}, "previous_response_id", "not supported", "not kept"),
     response({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported", "no stored prompts"),
+    response({"max_tool_calls": 1.5}, "max_tool_calls", "whole number", "1.5"),
     response({"include": ["x"]}, "include", "'x'", "not supported"),
     response({"top_logprobs": 2}, "top_logprobs", "needs include", "message.output_text.logprobs"),
     response({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be between", "got -1"),
@@ -295,7 +296,8 @@ CASES = [
             ({"mode": "auto", "tools": [{"type": "function", "name": "g"}]}, "tool_choice.tools[0]", "'g'"),
         )
     ],
-    item({"type": "item_reference", "id": "msg_1"}, "input[1]", "'item_reference'", "'function_call_output'"),
+    item({"type": "item_reference", "id": "msg_1"}, "input[1]", "item_reference", "store false"),
+    item({"type": "computer_call"}, "input[1]", "'computer_call'", "'function_call_output'"),
     item({}, "input[1]", "None"),
     item({"role": "tool", "content": "x"}, "input[1].role", "'developer'", "'tool'"),
     item({"role": "user"}, "input[1].content", "string or a list"),
