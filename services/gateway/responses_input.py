@@ -207,7 +207,7 @@ def _part(part: Any, path: str) -> str:
 def _reasoning(item: Mapping[str, Any], path: str) -> str:
     """Return the text of reasoning, or else that of its summary. It is empty if another server has encrypted it."""
     for field in ("content", "summary"):
-        parts = item.get(field) or []
+        parts = [] if item.get(field) is None else item[field]
         if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
             raise InvalidRequest(f"{path}.{field} must be a list of parts", f"{path}.{field}")
         if parts:
