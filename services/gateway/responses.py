@@ -28,7 +28,7 @@ async def responses(http: web.Request) -> web.StreamResponse:
     id = begin_response(http, "resp_", request.request_id)
     chat = await run_in_thread_if(has_many_parts(request), Chat, request)
     with chat.in_own_words():
-        prompt = await prepare_chat(gateway, chat.request(), arrived, id)
+        prompt = await prepare_chat(gateway, chat.request, arrived, id)
         response = begun(request, prompt, id, gateway.model.name)
         if request.stream:
             return await stream_events(http, gateway, [prompt], ResponseEvents(response))

@@ -74,7 +74,7 @@ class Chat:
     """The chat that a request makes, and where each of its messages comes from."""
 
     def __init__(self, request: ResponsesRequest) -> None:
-        """Raise `InvalidRequest` for input that no chat can have."""
+        """Raise `InvalidRequest`."""
         _check(request)
         self._messages: list[dict[str, Any]] = []
         self._origins: dict[str, str] = {}  # by path in the chat
@@ -86,28 +86,8 @@ class Chat:
         else:
             for index, item in enumerate(request.input):
                 self._add(item, f"input[{index}]")
-        if not request.input:
-            raise InvalidRequest("input must not be empty", "input")
-        self._request = request
-
-    def request(self) -> ChatRequest:
-        """Return the chat. Raise `InvalidRequest`, in its words or in those of the request."""
-        request = self._request
-        tools, choice = _tools(request.tools or (), request.tool_choice)
-        chat = ChatRequest(
-            messages=self._messages,
-            tools=tools or None,
-            tool_choice=choice,
-            response_format=_response_format(request.text or {}),
-            reasoning_effort=_effort(request.reasoning or {}),
-            max_completion_tokens=request.max_output_tokens,
-            logprobs=LOGPROBS in (request.include or ()),
-            top_logprobs=request.top_logprobs,
-            truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
-            **{name: getattr(request, name) for name in COPIED_FIELDS},
-        )
-        check_generation(chat)
-        return chat
+        with self.in_own_words():
+            self.request = _chat_request(request, self._messages)
 
     @contextmanager
     def in_own_words(self) -> Iterator[None]:
@@ -226,7 +206,28 @@ def _refuse_type(kind: Any, path: str, taken: str) -> NoReturn:
     raise InvalidRequest(f"{path} has type {brief(kind)}, which is not supported: only {taken} can be used", path)
 
 
+def _chat_request(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+    """Return the request of a chat. Raise `InvalidRequest`, in its words or in those of the request."""
+    tools, choice = _tools(request.tools or (), request.tool_choice)
+    chat = ChatRequest(
+        messages=messages,
+        tools=tools or None,
+        tool_choice=choice,
+        response_format=_response_format(request.text or {}),
+        reasoning_effort=_effort(request.reasoning or {}),
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=LOGPROBS in (request.include or ()),
+        top_logprobs=request.top_logprobs,
+        truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
+        **{name: getattr(request, name) for name in COPIED_FIELDS},
+    )
+    check_generation(chat)
+    return chat
+
+
 def _check(request: ResponsesRequest) -> None:
+    if not request.input:
+        raise InvalidRequest("input must not be empty", "input")
     for name, reason in REFUSED.items():
         if getattr(request, name):
             raise InvalidRequest(f"{name} is not supported: {reason}", name)

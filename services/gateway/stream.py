@@ -194,7 +194,7 @@ class _StreamWriter:
         writer: Any = self._request.writer
         self._chunked = writer.chunked
         if first:
-            await self._write(first)
+            await self._write(self._events(first))
 
     async def keep_alive(self) -> None:
         """Write a comment whenever nothing else was written for an interval. Run until cancelled."""

@@ -32,7 +32,7 @@ def chat_of(**fields: Any) -> Any:
     """Return the chat that a request becomes."""
     request, ignored = decode(json.dumps({"input": "hi"} | fields).encode(), ResponsesRequest)
     assert not ignored
-    return Chat(request).request()
+    return Chat(request).request
 
 
 def messages(*items: Any, **fields: Any) -> Any:
