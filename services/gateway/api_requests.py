@@ -21,6 +21,7 @@ from shared.errors import InvalidRequest, brief
 from shared.params import RepetitionDetectionParams, whole
 
 Integer = int | float
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 RequestT = TypeVar("RequestT", bound=Struct)
 
 
@@ -97,7 +98,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is kept
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None  # false: reasoning is left out of the answer
 
 

@@ -330,7 +330,7 @@ _ITEM = {
             "type": "object",
             "required": ["role", "content"],
             "properties": {
-                "type": {"const": "message"},
+                "type": {"enum": ["message", None]},
                 "role": {"enum": ["user", "assistant", "system", "developer"]},
                 "content": _ITEM_CONTENT,
             },

@@ -7,9 +7,9 @@ is wrong in the chat is wrong in the request: `in_own_words` gives errors the re
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
-from services.gateway.api_requests import ChatRequest, ResponsesRequest, check_generation
+from services.gateway.api_requests import ChatRequest, ReasoningEffort, ResponsesRequest, check_generation
 from shared.errors import InvalidRequest, brief
 from shared.params import whole
 
@@ -41,14 +41,14 @@ COPIED_FIELDS = tuple(
     if name in ChatRequest.__struct_fields__ and name not in OWN_FIELDS
 )
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS = get_args(ReasoningEffort)
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The types of parts, each with its field that has the text."""
 
 RENAMED = (
     (re.compile(r"response_format\.json_schema|response_format"), "text.format"),
-    (re.compile(r"max_completion_tokens|(?<!-)\bmax_tokens\b"), "max_output_tokens"),
+    (re.compile(r"max_completion_tokens|\bmax_tokens\b"), "max_output_tokens"),
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"top_logprobs needs logprobs to be true"), f"top_logprobs needs include to have {LOGPROBS}"),
@@ -56,7 +56,6 @@ RENAMED = (
 """Names and words of a chat's errors, and their own."""
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](\.tool_calls\[\d+\]\.function)?")
-
 
 MANY_PARTS = 64  # of all items; their conversion takes some 0.1 ms
 
@@ -122,8 +121,8 @@ class Chat:
         return last if goes_on else self._begin("assistant", path)
 
     def _add(self, item: Mapping[str, Any], path: str) -> None:
-        kind = item.get("type") or ("message" if "role" in item else None)
-        match kind:
+        kind = item.get("type")
+        match "message" if kind is None and "role" in item else kind:
             case "message":
                 self._add_message(item, path)
             case "reasoning":
