@@ -25,8 +25,8 @@ async def responses(http: web.Request) -> web.StreamResponse:
     gateway, arrived = http.app[GATEWAY], time.monotonic()
     begin_response(http, "resp_")
     request = await read(http, ResponsesRequest)
+    chat = await run_in_thread_if(has_many_parts(request), Chat, request)  # checks the id, which goes into headers
     id = begin_response(http, "resp_", request.request_id)
-    chat = await run_in_thread_if(has_many_parts(request), Chat, request)
     with chat.in_own_words():
         prompt = await prepare_chat(gateway, chat.request, arrived, id)
         response = begun(request, prompt, id, gateway.model.name)

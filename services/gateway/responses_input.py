@@ -126,7 +126,8 @@ class Chat:
             case "message":
                 self._add_message(item, path)
             case "reasoning":
-                self._answer(path)["reasoning_content"] = _reasoning(item, path)
+                if text := _reasoning(item, path):  # to a template, an empty one is reasoning too
+                    self._answer(path)["reasoning_content"] = text
             case "function_call":
                 self._add_call(item, path)
             case "function_call_output":

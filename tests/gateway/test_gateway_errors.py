@@ -261,6 +261,7 @@ CASES = [
     response({"input": ""}, "input", "empty"),
     Case(RESPONSES, b"{}", "input", ("input is missing",)),
     response({"model": "no"}, "model", "'no'", "tiny")._replace(status=404),
+    response({"request_id": "a\n"}, "request_id", "printable", "'a\\n'"),
     response({"input": "x " * 300}, "input", "256 tokens", "input has"),
     response({"background": True}, "background", "not supported", "answered at once"),
     response({"conversation": "conv_1"}, "conversation", "not supported", "not kept"),

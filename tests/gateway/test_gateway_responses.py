@@ -138,9 +138,7 @@ def test_reasoning_may_be_a_summary_or_encrypted() -> None:
     summary = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}]}
     encrypted = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}
     assert messages(summary) == [{"role": "assistant", "reasoning_content": "s"}]
-    assert messages(encrypted, {"role": "assistant", "content": "c"}) == [
-        {"role": "assistant", "reasoning_content": "", "content": "c"}
-    ]
+    assert messages(encrypted, {"role": "assistant", "content": "c"}) == [{"role": "assistant", "content": "c"}]
 
 
 def test_tools_have_a_function_of_their_own_in_a_chat() -> None:
