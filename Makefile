@@ -23,7 +23,7 @@ CLIENTS := .clients
 CLIENT_VENVS := $(patsubst tests/clients/requirements_%.txt,$(CLIENTS)/%,$(wildcard tests/clients/requirements_*.txt))
 NODE := $(if $(shell command -v npm),$(CLIENTS)/node/.installed)
 
-.PHONY: help install serve test test-fast test-all test-clients lint docs kernels chaos compose-test soak bench-peers
+.PHONY: help install serve test test-fast test-all test-clients lint docs kernels chaos compose-test kubernetes-test soak bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
@@ -37,6 +37,7 @@ help:
 	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
 	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill and restart its parts under load"
+	@echo "make kubernetes-test  build the images, and run the pods of deploy/kubernetes on podman, killed under load"
 	@echo "make soak     keep a server under load, kill a part every 20 s, and look for what was lost or leaked; MINUTES=60"
 	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
 	@echo "make install  only make $(VENV)"
@@ -112,6 +113,9 @@ kernels: install
 
 compose-test: install
 	$(BIN)/python deploy/compose_test.py
+
+kubernetes-test: install
+	$(BIN)/python deploy/kubernetes_test.py
 
 soak: install
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)

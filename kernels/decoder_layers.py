@@ -5,12 +5,13 @@ without bias. With post norms, another norm follows f. The C++ code reads the fi
 added here and to the struct in kernels/cpu/csrc/decoder_layers.cpp.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from kernels.kv_bias import KVBias
+from kernels.lora import LoraStack
 
 
 class Projection(NamedTuple):
@@ -57,3 +58,4 @@ class DecoderLayer(NamedTuple):
     window: int  # positions that a query sees; 0: all
     rope: int | None  # index into the model's ropes (rotary embeddings); None: no rotation
     kv_bias: KVBias = KVBias()  # what the KV cache leaves out, and attention adds back
+    lora: Mapping[str, LoraStack] = {}  # adapters of `qkv`, `out`, `up` and `down`; none if it is empty

@@ -77,6 +77,17 @@ class KVLayout:
         shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self._vector_size)
         if device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=device)
+        return self._allocate_on_host(shape)
+
+    def allocate_host(self, num_blocks: int) -> Tensor:
+        """Return zeroed memory on the host for swapped blocks, each in one piece: (host block, layer, K or V, ...).
+
+        The system allocates its pages when they are first written.
+        """
+        shape = (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self._vector_size)
+        return self._allocate_on_host(shape)
+
+    def _allocate_on_host(self, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape) * self.dtype.itemsize
         memory = np.zeros(size + CACHE_LINE, np.uint8)  # torch.zeros would write all of it
         start = -memory.ctypes.data % CACHE_LINE

@@ -21,6 +21,7 @@ from kernels.batch_rows import BatchRows
 from kernels.decoder_layers import DecoderLayer, Expert, LayerConfig
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout
+from kernels.lora import LoraPart, LoraSegments, LoraStack, LoraWeights
 from kernels.quantized import Weight
 from kernels.sampling_metadata import SamplingMetadata
 
@@ -138,6 +139,22 @@ class Ops(Protocol):
     ) -> None:
         """Copy whole blocks, in all layers."""
 
+    def swap_out(
+        self,
+        storage: Tensor,  # (layer, 2, block, ...)
+        host: Tensor,  # (host block, layer, 2, ...) in host memory, pinned if `storage` is on a GPU; written
+        moves: Sequence[tuple[int, int]],  # (block, host block), no host block twice
+    ) -> None:
+        """Copy whole blocks to host memory. On a GPU this waits for nothing."""
+
+    def swap_in(
+        self,
+        storage: Tensor,  # as in `swap_out`, written
+        host: Tensor,
+        moves: Sequence[tuple[int, int]],  # (host block, block), no block twice
+    ) -> None:
+        """Copy whole blocks back from host memory. On a GPU this waits for nothing."""
+
     # elementwise
 
     def pack_vector(self, vector: Tensor) -> Tensor:
@@ -224,6 +241,43 @@ class Ops(Protocol):
     ) -> Tensor:
         """Return the table's rows (T, H), in the type of activations."""
 
+    # lora
+
+    def new_lora(
+        self,
+        slots: int,
+        rank: int,  # from `padded_rank`
+        inputs: int,
+        outputs: tuple[int, ...],  # of each part
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LoraStack:
+        """Return slots for the adapters of a linear operation, without any."""
+
+    def pack_lora(
+        self,
+        parts: Sequence[LoraPart | None],  # None: the adapter leaves the part alone
+        stack: LoraStack,  # of which the sizes, the order and the type count
+    ) -> LoraWeights:
+        """Return an adapter's weights as `LoraStack.put` takes them. It may be called in another thread."""
+
+    def lora_shrink(
+        self,
+        x: Tensor,  # (T, in)
+        stack: LoraStack,
+        segments: LoraSegments,
+    ) -> Tensor:
+        """Return the products (T, ...) float32 of A and each token that uses an adapter; the others' are anything."""
+
+    def lora_expand(
+        self,
+        y: Tensor,  # (T, out), written
+        shrunk: Tensor,  # from `lora_shrink`
+        stack: LoraStack,
+        segments: LoraSegments,
+    ) -> None:
+        """Add the products with B to the rows of tokens that use an adapter, and leave the others' bits alone."""
+
     # experts
 
     def route(
@@ -256,8 +310,8 @@ class Ops(Protocol):
         """Return all layers of a decoder as one operation, or None if the device has none for these layers.
 
         It takes embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, positions (T,) int64,
-        cosines and sines (P, R) of each rope, and the packed angles of each rope (none if no layer has a `kv_bias` of
-        keys). It returns hidden states (T, H).
+        cosines and sines (P, R) of each rope, the packed angles of each rope (none if no layer has a `kv_bias` of
+        keys), and the tokens that use adapters (`LoraSegments`, or None). It returns hidden states (T, H).
         """
 
     # sampling

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from quire.flat_logprobs import FlatLogprobs
     from quire.llm import LLM
     from quire.llm_metrics import Counter, Gauge, Histogram, Metric
+    from quire.lora_request import LoRARequest
     from quire.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -33,6 +34,7 @@ __all__ = [
     "FlatLogprobs",
     "Gauge",
     "Histogram",
+    "LoRARequest",
     "Logprob",
     "Metric",
     "RepetitionDetectionParams",
@@ -49,6 +51,7 @@ _NAMES = {
     "quire.arguments": ("TextPrompt", "TokensPrompt"),
     "quire.flat_logprobs": ("FlatLogprobs",),
     "quire.llm": ("LLM",),
+    "quire.lora_request": ("LoRARequest",),
     "quire.llm_metrics": ("Counter", "Gauge", "Histogram", "Metric"),
     "quire.outputs": (
         "BeamSearchOutput",

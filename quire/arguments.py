@@ -35,7 +35,8 @@ holds a prompt in each row. vLLM has the same names."""
 OTHER_SETTINGS = frozenset(
     {"chat_template", "chat_template_content_format", "default_chat_template_kwargs", "served_model_name"}
     | {"reasoning_parser", "generation_config", "override_generation_config", "max_logprobs"}
-    | {"scheduling_policy", "priority_ageing", "async_scheduling"}
+    | {"scheduling_policy", "priority_ageing", "async_scheduling", "preemption_mode"}
+    | {"enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"}
 )
 """Settings of the server that `LLM` takes besides the parameters of its constructor."""
 
@@ -134,7 +135,7 @@ def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) 
         logger.info("%s", line)
     taken = {name: _as_flag(value) for name, value in own.items() if name in settings or name in OTHER_SETTINGS}
     for name in own.keys() - taken.keys():
-        if own[name] not in ("", False):
+        if own[name] not in ("", False, []):
             raise ConfigError(f"LLM has no argument {name}, which is a setting of the server")
     return taken
 

@@ -17,8 +17,8 @@ from services.scheduler.engine import Engine
 from services.worker.config import WorkerConfig
 from services.worker.interface import PendingStep
 from services.worker.start import start_runner
-from shared.errors import EngineFailure, InvalidRequest
-from shared.protocol import ModelInfo, ProgressRow, Submit
+from shared.errors import EngineFailure, InvalidRequest, ModelError
+from shared.protocol import AdapterLoaded, AdapterRefused, LoadAdapter, ModelInfo, ProgressRow, Submit, UnloadAdapter
 
 UNBOUNDED = 2**31 - 1  # requests that may wait: a bound would save nothing, since the caller holds them in memory
 
@@ -37,6 +37,8 @@ class InProcessEngine:
             config = replace(config, async_scheduling=False)
         self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[PendingStep] = deque()
+        self._rows: list[ProgressRow] = []  # last rows of requests whose adapter could not be loaded again
+        self._refused: dict[int, str] = {}  # why adapters could not be loaded, by their numbers
         self.engine = Engine(config, self._worker_info)
         self._begin_epoch()
 
@@ -61,13 +63,34 @@ class InProcessEngine:
         """Forget all cached blocks."""
         self.engine.reset_prefix_cache()
 
+    def add_adapter(self, name: str, path: str, *, replaces: bool) -> str:
+        """Load an adapter, which requests can name then. Return why that cannot be done; empty if it was."""
+        added = self.engine.add_adapter(name, path, replaces=replaces)
+        if isinstance(added, str):
+            return added
+        self._update_adapters()
+        return self._refused.pop(added, "")
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that use it go on."""
+        self.engine.remove_adapter(name)
+        self._update_adapters()
+
     def step(self) -> list[ProgressRow]:
         """Finish one step. Return its progress. Raise `EngineFailure` if no request can run."""
-        while len(self._in_flight) < self._max_in_flight and (plan := self.engine.plan(time.monotonic())):
-            self._in_flight.append(self.runner.launch(plan))
-        if not self._in_flight:
+        while len(self._in_flight) < self._max_in_flight:
+            plan = self.engine.plan(time.monotonic())
+            were_loaded = self._update_adapters()
+            if plan is not None:
+                self._in_flight.append(self.runner.launch(plan))
+            elif not were_loaded:  # otherwise requests may have waited for them
+                break
+        rows, self._rows = self._rows, []
+        if self._in_flight:
+            return rows + self.engine.commit(self._in_flight.popleft().result())
+        if not rows:
             raise EngineFailure(f"no request can run, although some are unfinished: {self.engine.snapshot}")
-        return self.engine.commit(self._in_flight.popleft().result())
+        return rows
 
     def close(self) -> None:
         """Free the model's memory. Nothing may be called after that."""
@@ -86,3 +109,23 @@ class InProcessEngine:
         """Let the engine configure the runner, as after a worker's registration."""
         self._in_flight.clear()
         self.runner.configure(self.engine.configure(self._worker_info))
+        self._update_adapters()
+
+    def _update_adapters(self) -> bool:
+        """Let the runner load and unload what the engine says. Return whether there was anything to load."""
+        were_loaded = False
+        while messages := self.engine.take_adapter_messages():
+            for message in messages:
+                if isinstance(message, UnloadAdapter):
+                    self.runner.unload_adapter(message.adapter)
+                else:
+                    were_loaded = True
+                    self._rows += self.engine.finish_load(self._load(message))
+        return were_loaded
+
+    def _load(self, message: LoadAdapter) -> AdapterLoaded | AdapterRefused:
+        try:
+            return AdapterLoaded(message.adapter, self.runner.load_adapter(message.adapter, message.path))
+        except ModelError as error:
+            self._refused[message.adapter] = str(error)
+            return AdapterRefused(message.adapter, str(error))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 from tqdm import tqdm
 
 from quire import vllm
+from quire.adapters import AdapterChoice, Adapters, AdapterSet
 from quire.arguments import PromptType, translate_arguments
 from quire.engine import InProcessEngine
 from quire.llm_metrics import Metric, read_metrics
@@ -68,6 +69,7 @@ class LLM:
         max_model_len: int | None = None,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory: float | None = None,
+        swap_space: float | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         block_size: int | None = None,
@@ -92,6 +94,7 @@ class LLM:
             "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_memory": kv_cache_memory,
+            "swap_space": swap_space,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "block_size": block_size,
@@ -118,9 +121,14 @@ class LLM:
         self._name = text.served_model_name[0] if text.served_model_name else text.model or EMBEDDED
         self._lock = threading.Lock()
         self._engine: InProcessEngine | None = InProcessEngine(scheduler, worker)
-        limits = self._engine.limits
+        self._adapters = Adapters(self._engine)
         self._builder = RequestBuilder(
-            parts, limits, max_logprobs=text.max_logprobs, seed=seed, reasoning_parser=text.reasoning_parser
+            parts,
+            self._engine.limits,
+            self._adapters,
+            max_logprobs=text.max_logprobs,
+            seed=seed,
+            reasoning_parser=text.reasoning_parser,
         )
         self._queue: list[PendingRequest] = []  # enqueued, not run yet
         self._hf_tokenizer: PreTrainedTokenizerFast | None = None
@@ -183,6 +191,16 @@ class LLM:
         with self._lock:
             self._running().reset_prefix_cache()
         return True
+
+    def set_adapters(self, adapters: AdapterSet) -> None:
+        """Load these adapters (LoRA), and forget those that were loaded before and are not among them.
+
+        They are folders by name, or a list of folders, whose last part is the name, and of `LoRARequest`s. Calls choose
+        one by `lora_request`. It needs `enable_lora`.
+        """
+        with self._lock:
+            self._running()
+            self._adapters.set(adapters)
 
     def generate(
         self,
@@ -259,6 +277,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt. Return one output for each, in the prompts' order.
 
@@ -270,7 +289,7 @@ class LLM:
             raise InvalidRequest(f"concurrency_limit must be at least 1, got {limit}", "concurrency_limit")
         with self._lock:
             engine = self._running()
-            beams = self._builder.beam_searches(prompts, params)
+            beams = self._builder.beam_searches(prompts, params, lora_request)
             limit = limit or max(len(beams), 1)
             with ProgressBar(len(beams), use_tqdm) as bar:
                 for begin in range(0, len(beams), limit):

@@ -1,6 +1,6 @@
 """The results of `LLM`: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample.
 
-They have vLLM's fields. Those about what Quire does not have (adapters, encoders, transfers, ...) are always None.
+They have vLLM's fields. Those about what Quire does not have (encoders, transfers, ...) are always None.
 
 `LLM.beam_search` has other ones, as in vLLM: a `BeamSearchOutput` for each prompt.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from quire.lora_request import LoRARequest
 from shared.text.logprobs import LogprobEntry
 
 
@@ -35,7 +36,7 @@ class CompletionOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=Tru
     finish_reason: str | None  # "stop", "length", "repetition" or "error"
     stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
     error: str | None = None  # why it could not go on, if the reason is "error"; others that have begun are whole
-    lora_request: None = None
+    lora_request: LoRARequest | None = None  # the adapter that it used
     routed_experts: None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
@@ -71,7 +72,7 @@ class RequestOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     metrics: RequestStateStats | None = None
     prompt_token_id_logprobs: None = None
     num_cache_creation_tokens: None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None  # the adapter that it used
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None

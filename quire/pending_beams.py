@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from quire.engine import InProcessEngine
+from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, distribution
 from quire.progress_bar import ProgressBar
 from shared.beam_branches import BeamBranches, Branch
@@ -20,10 +21,17 @@ class PendingBeams:
     """A prompt, and the search for its continuations."""
 
     def __init__(
-        self, prompt: Sequence[int], params: BeamSearchParams, sampling: Sampling, *, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: BeamSearchParams,
+        sampling: Sampling,
+        *,
+        cache_salt: str = "",
+        adapter: LoRARequest | None = None,
     ) -> None:
         self.prompt = list(prompt)
         self._cache_salt = cache_salt
+        self._adapter = adapter
         self._params = params
         self._stop_ids = frozenset(sampling.stop_token_ids)
         settings = params.settings
@@ -43,6 +51,7 @@ class PendingBeams:
             sampling=self.branches.sampling(branch),
             request_id=str(id),
             cache_salt=self._cache_salt,
+            adapter="" if self._adapter is None else self._adapter.lora_name,
         )
 
     def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from math import fsum
 
 from quire.flat_logprobs import FlatLogprobs
+from quire.lora_request import LoRARequest
 from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, TokenDistribution, distribution
 from shared.params import SamplingParams
 from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
@@ -30,8 +31,10 @@ class PendingRequest:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: LoRARequest | None = None,
     ) -> None:
         self.id = id
+        self.adapter = adapter
         self.cache_salt = cache_salt
         self.prompt = prompt
         self.tokens = list(tokens)
@@ -57,6 +60,7 @@ class PendingRequest:
             priority=self.priority,
             request_id=str(self.id),
             cache_salt=self.cache_salt,
+            adapter="" if self.adapter is None else self.adapter.lora_name,
         )
 
     def apply(self, row: ProgressRow, now: float) -> bool:
@@ -80,6 +84,7 @@ class PendingRequest:
             finished=self.text.finished,
             num_cached_tokens=self.text.num_cached_tokens,
             metrics=self._times.stats(self.text.num_output_tokens),
+            lora_request=self.adapter,
         )
 
     def _prompt_logprobs(self) -> Sequence[TokenDistribution | None] | None:
@@ -101,6 +106,7 @@ class PendingRequest:
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
             error=self._errors.get(index),
+            lora_request=self.adapter,
         )
 
     def _distribution(self, entry: LogprobEntry) -> TokenDistribution | None:

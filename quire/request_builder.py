@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
+from quire.adapters import AdapterChoice, Adapters
 from quire.arguments import (
     PromptType,
     Tokenization,
@@ -20,6 +21,7 @@ from quire.arguments import (
     refuse,
     token_ids,
 )
+from quire.lora_request import LoRARequest
 from quire.pending_beams import PendingBeams
 from quire.pending_request import PendingRequest
 from services.gateway.served_model import TextParts
@@ -48,13 +50,14 @@ class PromptOptions(TypedDict, total=False):
     """Options of a call.
 
     `priority` has a number for each prompt; lower ones run first, if `scheduling_policy` is `priority`.
-    `tokenization_kwargs` can have `add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`. The other two
-    are refused unless they ask for nothing.
+    `tokenization_kwargs` can have `add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`.
+    `lora_request` is the adapter to use, or a list with one for each prompt. `mm_processor_kwargs` are refused unless
+    they ask for nothing.
     """
 
     priority: Sequence[int] | None
     tokenization_kwargs: Mapping[str, Any] | None
-    lora_request: None
+    lora_request: AdapterChoice | Sequence[AdapterChoice]
     mm_processor_kwargs: Mapping[str, Any] | None
 
 
@@ -90,10 +93,18 @@ class RequestBuilder:
     """
 
     def __init__(
-        self, text: TextParts, limits: Limits, *, max_logprobs: int, seed: int | None, reasoning_parser: str = "auto"
+        self,
+        text: TextParts,
+        limits: Limits,
+        adapters: Adapters,
+        *,
+        max_logprobs: int,
+        seed: int | None,
+        reasoning_parser: str = "auto",
     ) -> None:
         self.tokenizer, self.template, self.defaults = text
         self._limits = limits
+        self._adapters = adapters
         self._max_logprobs = max_logprobs
         self._reasoning_parser = reasoning_parser
         self._grammars: GrammarCompiler | None = None  # made when the first output has to follow one
@@ -151,12 +162,16 @@ class RequestBuilder:
             prompts.append(Prompt(text, format=format))
         return self._build(prompts, params, False, **options)  # the template has written the special tokens
 
-    def beam_searches(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[PendingBeams]:
+    def beam_searches(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, lora_request: Any = None
+    ) -> list[PendingBeams]:
         """Return a search for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
         check_type("params", params, BeamSearchParams, "BeamSearchParams")
-        return [self._beam_search(self._prompt(prompt), params) for prompt in as_list(prompts)]
+        read = [self._prompt(prompt) for prompt in as_list(prompts)]
+        adapters = self._adapters.for_prompts(lora_request, len(read))
+        return [self._beam_search(prompt, params, adapter) for prompt, adapter in zip(read, adapters, strict=True)]
 
-    def _beam_search(self, prompt: Prompt, params: BeamSearchParams) -> PendingBeams:
+    def _beam_search(self, prompt: Prompt, params: BeamSearchParams, adapter: LoRARequest | None) -> PendingBeams:
         tokens = self._tokens(prompt, None, add_special_tokens=True)
         sampling = params.sampling_params.to_sampling(
             prompt_len=len(tokens),
@@ -165,7 +180,7 @@ class RequestBuilder:
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
         params.settings.check(len(tokens), sampling, self._limits.vocab_size)
-        return PendingBeams(tokens, params, sampling, cache_salt=prompt.cache_salt)
+        return PendingBeams(tokens, params, sampling, cache_salt=prompt.cache_salt, adapter=adapter)
 
     def _build(
         self,
@@ -178,13 +193,13 @@ class RequestBuilder:
         lora_request: Any = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PendingRequest]:
-        refuse("lora_request", lora_request, "adapters are not supported")
         refuse("mm_processor_kwargs", mm_processor_kwargs, "only text is served")
         tokenization = Tokenization.read(tokenization_kwargs, add_special_tokens=add_special_tokens)
         all_params = self._per_prompt(params, len(prompts))
         all_priorities = priorities(priority, len(prompts))
-        each = zip(prompts, all_params, all_priorities, strict=True)
-        return [self._request(prompt, one, priority, tokenization) for prompt, one, priority in each]
+        adapters = self._adapters.for_prompts(lora_request, len(prompts))
+        each = zip(prompts, all_params, all_priorities, adapters, strict=True)
+        return [self._request(prompt, one, priority, tokenization, adapter) for prompt, one, priority, adapter in each]
 
     def _per_prompt(self, params: Params, num_prompts: int) -> list[SamplingParams]:
         """Return checked copies, since a caller may have changed fields, or may do so while requests wait."""
@@ -199,7 +214,12 @@ class RequestBuilder:
         return [one.clone() for one in params]
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, priority: int, tokenization: Tokenization
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        tokenization: Tokenization,
+        adapter: LoRARequest | None,
     ) -> PendingRequest:
         limits = self._limits
         if priority and limits.policy == "fcfs":
@@ -233,6 +253,7 @@ class RequestBuilder:
             priority=priority,
             # no other request has that salt, and so nothing is cached for this one
             cache_salt=secrets.token_hex(16) if params.skip_reading_prefix_cache else prompt.cache_salt,
+            adapter=adapter,
         )
 
     def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:

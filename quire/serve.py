@@ -17,7 +17,7 @@ from quire.instance_folder import instance_folder
 from quire.local_services import LocalServices, check_numbers, children, connect_services, heartbeat_address
 from quire.service_log import ServiceLog
 from quire.settings import Settings
-from quire.startup_checks import check_files, check_model
+from quire.startup_checks import check_adapters, check_files, check_model
 from quire.supervisor import Supervisor, is_healthy
 from quire.watch import SilenceLimit, Watch
 from services.gateway.config import GatewayConfig
@@ -49,6 +49,7 @@ def serve(settings: Settings, began: float, notes: Sequence[str] = ()) -> int:
         0 if settings.gateway.uds else free_port(settings.gateway)
     )  # before a model is downloaded, which may take minutes
     check_files(settings.gateway)
+    check_adapters(settings)
     if settings.serve.hf_token:
         os.environ["HF_TOKEN"] = settings.serve.hf_token
     folder = locate(settings.worker.model, settings.worker.revision, settings.worker.download_dir)

@@ -6,10 +6,14 @@ They only check that the files are there and of a supported type, so they are qu
 from pathlib import Path
 from typing import Literal
 
+from quire.settings import Settings
 from services.gateway.config import GatewayConfig
 from services.gateway.served_model import named_generation_config
+from services.scheduler.lora_modules import parse_lora_modules
 from services.worker.checkpoint.model_folder import WeightFormat, find_weights
 from services.worker.models.registry import ModelImpl, read_supported
+from shared.errors import ConfigError
+from shared.hub.embedded import EMBEDDED
 from shared.text.added_tokens import special_tokens
 from shared.text.message_parser import check_names
 from shared.text.template import ChatTemplate
@@ -23,6 +27,19 @@ def check_files(config: GatewayConfig) -> None:
         named_generation_config(config.generation_config)
     if config.chat_template:
         ChatTemplate.load(Path(), {}, config.chat_template)
+
+
+def check_adapters(settings: Settings) -> None:
+    """Raise `ConfigError` if the adapters that `--lora-modules` names cannot be served."""
+    modules, names = parse_lora_modules(settings.scheduler.lora_modules), settings.gateway.served_model_name
+    if modules and not settings.worker.enable_lora:
+        raise ConfigError("--lora-modules needs --enable-lora")
+    own_names = {settings.gateway.model or EMBEDDED, *names}
+    for module in modules:
+        if module.name in (names or own_names):
+            raise ConfigError(f"{module}: {module.name!r} is a name of the model itself")
+        if module.base_model_name is not None and module.base_model_name not in own_names:
+            raise ConfigError(f"{module}: its base model {module.base_model_name!r} is not served here")
 
 
 def check_model(

@@ -5,15 +5,30 @@ from typing import NamedTuple
 
 from services.scheduler.core import Scheduler
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.record import Aborted, Began, Committed, Drained, Left, Lost, Planned, Reset, Submitted
+from services.scheduler.record import (
+    Aborted,
+    AdapterAdded,
+    AdapterAnswered,
+    AdapterMessagesTaken,
+    AdapterRemoved,
+    Began,
+    Committed,
+    Drained,
+    Left,
+    Lost,
+    Planned,
+    Reset,
+    Submitted,
+)
 from services.scheduler.replay import Replayed
-from shared.protocol import ProgressRow, Refused, StepPlan, Submit
+from shared.protocol import AdapterLoaded, AdapterRefused, ProgressRow, Refused, StepPlan, Submit
 
 SUBMITTED, REFUSED, ADMITTED, RESUMED, FORKED = "submitted", "refused", "admitted", "resumed", "forked"
 CHUNK, TOKENS, PREEMPTED, LOST, ENDED = "chunk", "tokens", "preempted", "lost", "ended"
 SUSPECTED = "suspected"
 EPOCH, WORKER_LOST, WORKER_LEFT, DRAIN = "epoch", "worker lost", "worker left", "drain"
 CACHE_RESET = "cache reset"
+ADAPTER = "adapter"
 
 ENGINE = -1
 """The request of events that concern the whole engine."""
@@ -66,8 +81,16 @@ class Timeline:
                 self._add(ENGINE, ALL_SAMPLES, CACHE_RESET, "all cached blocks are forgotten")
             case Drained():
                 self._add(ENGINE, ALL_SAMPLES, DRAIN, "no new requests are accepted")
-            case Aborted() | Committed():
-                pass  # their rows say it
+            case AdapterAdded(_, name, path, _):
+                self._add(ENGINE, ALL_SAMPLES, ADAPTER, f"{name!r} is to be loaded from {path}")
+            case AdapterRemoved(_, name):
+                self._add(ENGINE, ALL_SAMPLES, ADAPTER, f"{name!r} is removed")
+            case AdapterAnswered(_, AdapterLoaded(number, digest)):
+                self._add(ENGINE, ALL_SAMPLES, ADAPTER, f"number {number} is loaded, with the digest {digest}")
+            case AdapterAnswered(_, AdapterRefused(number, detail)):
+                self._add(ENGINE, ALL_SAMPLES, ADAPTER, f"number {number} cannot be loaded: {detail}")
+            case Aborted() | Committed() | AdapterMessagesTaken():
+                pass  # their rows say it, or the plans
         if isinstance(outcome, list):
             self._see_rows(outcome)
 
@@ -81,6 +104,7 @@ class Timeline:
         if output_len := num_tokens - request.prompt_len:
             detail += f" and {output_len} of output"
         detail += f", n={request.n}, max_tokens={request.sampling.max_tokens}"
+        detail += f", adapter {request.adapter!r}" if request.adapter else ""
         self._add(request.id, ALL_SAMPLES, SUBMITTED, detail + (", resumed" if request.resumed else ""))
         if refused is not None:
             self._add(request.id, ALL_SAMPLES, REFUSED, f"{refused.reason.value}: {refused.detail}")

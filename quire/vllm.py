@@ -190,6 +190,8 @@ def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
         variables["QUIRE_BATCH_INVARIANT"] = batch_invariant
     if dev_mode := environment.get("VLLM_SERVER_DEV_MODE", "").strip():
         variables["QUIRE_ENABLE_RESET_PREFIX_CACHE"] = dev_mode
+    if updates := environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip():
+        variables["QUIRE_ENABLE_LORA_RUNTIME_UPDATES"] = updates
     return variables
 
 

@@ -33,6 +33,7 @@ SHORT_FLAGS: dict[str, str] = {
 
 RENAMED: dict[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
+    "kv_offloading_size": "swap_space",
     "device_memory_utilization": "gpu_memory_utilization",
     "shutdown_timeout": "drain_timeout",
     "uvicorn_log_level": "log_level",
@@ -88,10 +89,9 @@ ACCEPTED: dict[str, str] = {
         skip_mm_profiling! video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device
         mm_ipc_gpu_memory_gb mm_device_do_normalize! disable_chunked_mm_input! trust_request_mm_kwargs!
         allowed_local_media_path allowed_media_domains""",
-    "adapters are not served, so that their limits mean nothing": """
-        max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras!
-        lora_target_modules enable_tower_connector_lora! specialize_active_lora! enable_mixed_moe_lora_format!
-        enable_moe_shared_loras! max_lora_cls_labels""",
+    "adapters are computed in the model's dtype, on one device, and for generation only": """
+        lora_dtype lora_extra_vocab_size fully_sharded_loras! enable_tower_connector_lora! specialize_active_lora!
+        enable_mixed_moe_lora_format! enable_moe_shared_loras! max_lora_cls_labels""",
     "there are no recurrent layers": """
         mamba_backend mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding! mamba_cache_philox_rounds
         mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode
@@ -100,9 +100,8 @@ ACCEPTED: dict[str, str] = {
         long_prefill_token_threshold long_prefill_token_threshold_adaptive! max_num_scheduled_tokens
         max_num_active_seqs watermark scheduler_reserve_full_isl! prefill_schedule_interval
         max_num_partial_prefills max_long_partial_prefills num_scheduler_steps num_lookahead_slots
-        scheduler_delay_factor max_paddings preemption_mode disable_async_output_proc! swap_space
-        kv_offloading_size kv_offloading_backend kv_sharing_fast_prefill! swa_bounded_replay!
-        prefix_cache_retention_interval prefix_match_unit""",
+        scheduler_delay_factor max_paddings disable_async_output_proc! kv_offloading_backend
+        kv_sharing_fast_prefill! swa_bounded_replay! prefix_cache_retention_interval prefix_match_unit""",
     "there is no such line in the log; figures are at /metrics": """
         disable_log_stats! aggregate_engine_logging! enable_logging_iteration_details! log_error_stack!""",
     "requests are logged only with --enable-log-requests, and their texts never": """
@@ -129,7 +128,8 @@ REFUSED: dict[str, str] = {
         data_parallel_size_local=1 data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_hybrid_lb!
         data_parallel_external_lb! data_parallel_multi_port_external_lb! enable_elastic_ep! elastic_ep_max_dp_size""",
     "a scheduler and its worker alone are started as processes of their own": "headless!",
-    "adapters are not supported": "enable_lora! lora_modules default_mm_loras",
+    "an adapter's own adapter_config.json says what it changes": "lora_target_modules",
+    "only text is served": "default_mm_loras",
     "parsers of tool calls and reasoning are Quire's own": "tool_parser_plugin reasoning_parser_plugin",
     "tools are called by the client": "tool_server",
     "reasoning has no budget": "reasoning_config",
@@ -183,7 +183,7 @@ REFUSED_METHODS: dict[str, str] = {
 
 LIST_FLAGS = frozenset(
     """
-    cudagraph_capture_sizes cuda_graph_sizes lora_modules middleware logits_processors device_ids numa_bind_nodes
+    cudagraph_capture_sizes cuda_graph_sizes middleware logits_processors device_ids numa_bind_nodes
     numa_bind_cpus allowed_media_domains ignore_patterns kv_cache_dtype_skip_layers sleep_preserve_parameter_names
     lora_target_modules custom_histogram_buckets collect_detailed_traces cpu_offload_params offload_params
     """.split()  # noqa: SIM905  (a list would have one name a line)

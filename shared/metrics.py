@@ -6,6 +6,7 @@ gateway has them. A gateway exports the metrics of every engine that it is conne
 schedulers, not both.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from prometheus_client.registry import Collector
 from shared.protocol import STEP_TOKEN_BUCKETS, Snapshot
 
 LABELS = ("model_name", "engine")
+LORA_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 CACHE_LABELS = (
     "block_size",
     "num_gpu_blocks",
@@ -62,11 +64,32 @@ def _kv_waste(snapshot: Snapshot) -> float:
     return 1.0 - snapshot.tokens_held / held if held else 0.0
 
 
+def _host_usage(snapshot: Snapshot) -> float:
+    return 1.0 - snapshot.host_blocks_free / snapshot.host_blocks if snapshot.host_blocks else 0.0
+
+
+def _host_hit_rate(snapshot: Snapshot) -> float:
+    return snapshot.host_prefix_hits / snapshot.host_prefix_queries if snapshot.host_prefix_queries else 0.0
+
+
 GAUGES = (
     MetricFamily("vllm:num_requests_running", "Sequences being computed.", lambda s: s.running),
     MetricFamily("vllm:num_requests_waiting", "Sequences waiting to be computed.", lambda s: s.waiting),
+    MetricFamily(
+        "vllm:num_requests_swapped", "The waiting sequences whose KV is kept in host memory.", lambda s: s.swapped
+    ),
     MetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", _kv_usage),
     MetricFamily("vllm:gpu_cache_usage", "The same as vllm:kv_cache_usage_perc, under its older name.", _kv_usage),
+    MetricFamily(
+        "vllm:cpu_cache_usage_perc",
+        "Share of the host memory for KV that swapped sequences hold, from 0 to 1.",
+        _host_usage,
+    ),
+    MetricFamily(
+        "vllm:cpu_prefix_cache_hit_rate",
+        "Share of the tokens looked up in host memory that were found there, since the start, from 0 to 1.",
+        _host_hit_rate,
+    ),
     MetricFamily(
         "vllm:request_throughput_tok_per_second",
         "Tokens generated per second, over the last ten seconds.",
@@ -84,6 +107,16 @@ GAUGES = (
     MetricFamily("quire:kv_block_size", "Positions in a block.", lambda s: s.block_size),
     MetricFamily(
         "quire:kv_waste_perc", "Share of the positions in held blocks that store nothing, from 0 to 1.", _kv_waste
+    ),
+    MetricFamily("quire:kv_block_bytes", "Bytes of a block, in all layers.", lambda s: s.block_bytes),
+    MetricFamily("quire:host_kv_blocks", "Blocks of host memory for KV.", lambda s: s.host_blocks),
+    MetricFamily(
+        "quire:host_kv_blocks_free",
+        "Blocks of host memory that no swapped sequence holds, cached ones included.",
+        lambda s: s.host_blocks_free,
+    ),
+    MetricFamily(
+        "quire:host_kv_blocks_cached", "Blocks of host memory in the prefix index.", lambda s: s.host_blocks_cached
     ),
     MetricFamily("quire:steps_in_flight", "Plans sent whose result has not come yet.", lambda s: s.in_flight),
 )
@@ -105,6 +138,25 @@ COUNTERS = (
         lambda s: s.prompt_tokens_cached,
     ),
     MetricFamily("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
+    MetricFamily(
+        "quire:swapped_preemptions",
+        "The preemptions after which the KV was kept in host memory.",
+        lambda s: s.preemptions_swapped,
+    ),
+    MetricFamily(
+        "quire:host_prefix_cache_queries",
+        "Prompt tokens looked up in host memory, since the device did not have them.",
+        lambda s: s.host_prefix_queries,
+    ),
+    MetricFamily("quire:host_prefix_cache_hits", "Prompt tokens found in host memory.", lambda s: s.host_prefix_hits),
+    MetricFamily("quire:blocks_swapped_out", "Blocks copied to host memory.", lambda s: s.blocks_swapped_out),
+    MetricFamily("quire:blocks_swapped_in", "Blocks copied back from host memory.", lambda s: s.blocks_swapped_in),
+    MetricFamily(
+        "quire:swapped_out_bytes", "Bytes copied to host memory.", lambda s: s.blocks_swapped_out * s.block_bytes
+    ),
+    MetricFamily(
+        "quire:swapped_in_bytes", "Bytes copied back from host memory.", lambda s: s.blocks_swapped_in * s.block_bytes
+    ),
     MetricFamily("quire:steps", "Steps completed.", lambda s: s.steps),
     MetricFamily("quire:requests_accepted", "Requests taken into the queue.", lambda s: s.accepted),
     MetricFamily("quire:requests_refused", "Requests not taken into the queue.", lambda s: s.refused),
@@ -193,6 +245,7 @@ class EngineCollector(Collector):
             yield _fill_labeled(CounterMetricFamily, labeled, model, snapshots)
         yield _step_tokens(model, snapshots)
         yield _cache_config(model, snapshots)
+        yield _lora_requests(model, snapshots)
 
     def describe(self) -> Iterable[Metric]:
         """Yield the metrics without samples, so that registration needs no engine."""
@@ -257,4 +310,14 @@ def _cache_config(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
         longest = tokens / snapshot.max_model_len if snapshot.max_model_len else 0.0
         values = (snapshot.block_size, snapshot.blocks, snapshot.prefix_caching, tokens, f"{longest:.2f}")
         family.add_metric((model, engine, *map(str, values)), 1)
+    return family
+
+
+def _lora_requests(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
+    doc = "The present time. Its labels are the adapters of running and waiting sequences, as lists with commas."
+    family = GaugeMetricFamily("vllm:lora_requests_info", doc, labels=(*LABELS, *LORA_LABELS))
+    for engine, snapshot in snapshots.items():
+        if snapshot.max_loras:
+            waiting, running = ",".join(snapshot.adapters_waiting), ",".join(snapshot.adapters_running)
+            family.add_metric((model, engine, str(snapshot.max_loras), waiting, running), time.time())
     return family

@@ -1,8 +1,9 @@
 """Every message between Quire's processes. This file is the architecture.
 
-    gateway ──Hello, Submit, Abort, ResetPrefixCache, Heartbeat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
-    gateway ◀─Welcome, Accepted, Refused, Progress, Status, PrefixCacheReset, UnknownGateway── scheduler
-    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured, Leave── worker
+    gateway ──Hello, Submit, Abort, ResetPrefixCache, AddAdapter, RemoveAdapter, Heartbeat──▶ scheduler
+    gateway ◀─Welcome, Accepted, Refused, Progress, Status, PrefixCacheReset, AdapterAnswer, UnknownGateway── scheduler
+    scheduler ──Configure, LoadAdapter, UnloadAdapter, StepPlan, Stop──▶ worker
+    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured, AdapterLoaded, AdapterRefused, Leave── worker
     supervisor ◀─Heartbeat── gateway, scheduler, worker
 
 Rules of the file:
@@ -16,7 +17,9 @@ Rules of the file:
 
 Times are seconds. A *position* is the index of a token in a sequence, 0 being the first prompt token; an *output
 position* is the index in the output, 0 being the first token after the prompt. A *slot* is the index under which a
-worker keeps a running sequence; the scheduler assigns it. A *block* is an index into the worker's pages of KV memory.
+worker keeps a running sequence; the scheduler assigns it. A *block* is an index into the worker's pages of KV memory,
+and a *host block* one into its pages of host memory, to which blocks are swapped. An *adapter slot* is the index under
+which a worker keeps an adapter (LoRA) that rows use; the scheduler assigns it as well.
 """
 
 import sys
@@ -30,7 +33,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 8
+VERSION = 9
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -102,6 +105,7 @@ class Refusal(Enum):
     DRAINING = "draining"  # this engine takes no new work
     INVALID = "invalid"  # breaks a rule of this protocol
     NOT_READY = "not_ready"  # no worker has come yet
+    UNKNOWN_ADAPTER = "unknown_adapter"  # the engine has none of that name
 
 
 class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -198,6 +202,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     request_id: RequestId = ""  # the id that the client sees
     suspicion: Suspicion = Suspicion()  # of its first sample, as the last engine reported it
     cache_salt: CacheSalt = ""  # it shares cached blocks only with requests that have the same
+    adapter: ShortText = ""  # the name of the adapter that it uses; empty: none
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -211,6 +216,22 @@ class ResetPrefixCache(Struct, frozen=True, array_like=True, tag=5, forbid_unkno
     """Has the engine forget its cached blocks. `PrefixCacheReset` answers when it has."""
 
     id: Count  # never used again on the same socket
+
+
+class AddAdapter(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Has the engine load an adapter, which requests can name from then on. `AdapterAnswer` says how that went."""
+
+    id: Count  # never used again on the same socket
+    name: ShortText
+    path: ShortText  # a folder in PEFT's format, on the worker's host
+    replaces: bool = False  # an adapter of this name may be there, and is replaced
+
+
+class RemoveAdapter(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
+    """Has the engine forget an adapter. Requests that use it go on; new ones are refused. `AdapterAnswer` answers."""
+
+    id: Count  # never used again on the same socket
+    name: ShortText
 
 
 # scheduler → gateway
@@ -227,6 +248,14 @@ class ModelInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     fingerprint: ShortText  # equal fingerprints give equal tokens
     weights_digest: ShortText = ""  # of the weight files; all workers of an engine must agree; empty: not known
     text_digest: ShortText = ""  # of the tokenizer's files; a gateway's must be the same; empty: not known
+
+
+class AdapterInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An adapter that requests can name."""
+
+    name: ShortText
+    path: ShortText
+    digest: ShortText = ""  # of its files; equal digests give equal tokens
 
 
 class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -264,6 +293,19 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     prefix_caching: bool = False  # the engine has a prefix index
     max_model_len: Count = 0  # maximum number of tokens of one sequence
     prefix_resets: Count = 0  # counter: times that all cached blocks were forgotten on demand
+    swapped: Count = 0  # the part of `waiting` whose blocks are in host memory
+    block_bytes: Count = 0  # of a block, in all layers
+    host_blocks: Count = 0  # blocks of host memory
+    host_blocks_free: Count = 0  # those that no swapped sequence holds, cached ones included
+    host_blocks_cached: Count = 0  # those in the prefix index
+    host_prefix_queries: Count = 0  # counter: tokens looked up in host memory, since the device had none of them
+    host_prefix_hits: Count = 0  # counter: tokens found there
+    blocks_swapped_out: Count = 0  # counter: blocks copied to host memory
+    blocks_swapped_in: Count = 0  # counter: blocks copied back
+    preemptions_swapped: Count = 0  # counter: the part of `preemptions` whose blocks were kept in host memory
+    max_loras: Count = 0  # adapters that a step can use; 0: the engine takes none
+    adapters_running: list[ShortText] = []  # names of those that sequences with a slot use, as loaded now or before
+    adapters_waiting: list[ShortText] = []  # names of those that sequences without a slot use
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
@@ -275,6 +317,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields
     model: ModelInfo
     max_model_len: Index  # maximum number of tokens of prompt and output together, after fitting the pool
     max_num_seqs: Index
+    adapters: list[AdapterInfo] = []  # that requests can name
 
 
 class SchedulingInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -330,6 +373,13 @@ class PrefixCacheReset(Struct, frozen=True, array_like=True, tag=7, forbid_unkno
     id: Count
 
 
+class AdapterAnswer(Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
+    """Answers `AddAdapter` and `RemoveAdapter`."""
+
+    id: Count
+    error: LongText = ""  # why nothing was changed; empty: it was done
+
+
 class UnknownGateway(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """Answers a message of a gateway that sent no Hello or was given up. Nothing of its requests remains."""
 
@@ -352,6 +402,20 @@ class Configure(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fiel
     max_num_seqs: Size  # slots
     max_model_len: Size
     max_num_batched_tokens: Size
+    num_host_blocks: Index = 0
+
+
+class LoadAdapter(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """Has the worker read an adapter into host memory. `AdapterLoaded` or `AdapterRefused` answers; steps go on."""
+
+    adapter: Count  # its number: never used again, not even for the same name
+    path: ShortText
+
+
+class UnloadAdapter(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Has the worker drop an adapter from host memory. No plan names it any more."""
+
+    adapter: Count
 
 
 class NewSequence(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -364,6 +428,7 @@ class NewSequence(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     sampling: Sampling
     sample: Index
     request_id: RequestId = ""  # the id that the client sees
+    adapter_slot: OptionalIndex = -1  # of its adapter; -1: it uses none
 
 
 class Fork(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -399,8 +464,8 @@ class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=F
 class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
     """The plan of one step: the changes since the last plan, and the rows to compute.
 
-    The worker applies it in this order: released slots, new sequences, forks, table writes, block copies, and then one
-    forward pass over all rows.
+    The worker applies it in this order: released slots, new sequences, forks, table writes, blocks swapped out, block
+    copies, blocks swapped in, adapter slots, and then one forward pass over all rows.
     """
 
     epoch: Epoch
@@ -411,6 +476,9 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
     table_writes: list[TableWrite] = []
     block_copies: list[tuple[Index, Index]] = []  # (source, destination), in all layers; no block is on both sides
     released_slots: list[Index] = []
+    swap_out: list[tuple[Index, Index]] = []  # (block, host block), in all layers
+    swap_in: list[tuple[Index, Index]] = []  # (host block, block), in all layers
+    adapter_slots: list[tuple[Index, Count]] = []  # (adapter slot, adapter): it holds this one from now on
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -434,6 +502,10 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
     kv_memory: Count  # bytes available for KV
     step_seconds: Seconds  # measured fixed cost of a step
     token_seconds: Seconds  # measured cost of one more token in a step
+    host_kv_memory: Count = 0  # bytes of host memory for swapped blocks
+    swap_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # measured, in the slower direction
+    max_loras: Index = 0  # adapter slots; 0: the worker takes no adapters
+    max_cpu_loras: Index = 0  # adapters that the worker keeps in host memory
 
 
 class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -474,14 +546,30 @@ class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fie
     epoch: Epoch
 
 
+class AdapterLoaded(Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
+    """Answers `LoadAdapter`. Plans can name the adapter now."""
+
+    adapter: Count
+    digest: ShortText  # of its files
+
+
+class AdapterRefused(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
+    """Answers `LoadAdapter`. The worker keeps nothing of it."""
+
+    adapter: Count
+    detail: LongText  # what is wrong with its files
+
+
 class Leave(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """Says that the worker was told to end. It computes what it is sent until it gets `Stop`."""
 
 
-GatewayToScheduler = Hello | Submit | Abort | Heartbeat | ResetPrefixCache
-SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | UnknownGateway | PrefixCacheReset
-SchedulerToWorker = Configure | StepPlan | Stop
-WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured | Leave
+GatewayToScheduler = Hello | Submit | Abort | Heartbeat | ResetPrefixCache | AddAdapter | RemoveAdapter
+SchedulerToGateway = (
+    Welcome | Progress | Refused | Status | Accepted | UnknownGateway | PrefixCacheReset | AdapterAnswer
+)
+SchedulerToWorker = Configure | StepPlan | Stop | LoadAdapter | UnloadAdapter
+WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured | Leave | AdapterLoaded | AdapterRefused
 ToSupervisor = Heartbeat
 
 

@@ -4,9 +4,11 @@
 
 The script lists replies and failures. The next token of a sequence is
 - the next one of a reply of the script, for a prompt that contains the reply's `prompt` (then end-of-sequence forever);
-- else, if the first token of the prompt is CHAIN, a digest of all tokens before it and of the sample's index, so that
-  any token lost, doubled or out of order changes all that follow;
+- else, if the first token of the prompt is CHAIN, a digest of all tokens before it, of the sample's index and of the
+  sequence's adapter, so that any token lost, doubled or out of order changes all that follow;
 - else the last token plus one.
+
+An adapter is a folder with a file `number`: the adapter is this number.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from services.worker.config import WorkerConfig
 from services.worker.interface import WorkerInfo
 from services.worker.service import serve
 from shared.curve import load_connection_keys
+from shared.errors import ModelError
 from shared.protocol import (
     Configure,
     ModelInfo,
@@ -77,6 +80,8 @@ class Script(Struct):
     fingerprint: str = "scripted"
     model: str = "scripted"
     text: str = ""
+    max_loras: int = 0
+    max_cpu_loras: int = 0
     replies: list[Reply] = []
     failures: list[ScriptedFailure] = []
 
@@ -107,6 +112,8 @@ class ScriptedRunner:
         self.script = script
         self.life = life
         self.slots: dict[int, Slot] = {}
+        self.adapters: dict[int, int] = {}  # in host memory, by number of the load
+        self.adapter_slots: dict[int, int] = {}
         time.sleep(script.start_delay)
 
     @property
@@ -121,10 +128,32 @@ class ScriptedRunner:
             fingerprint=script.fingerprint,
             text_digest=script.text,
         )
-        return WorkerInfo(model, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
+        return WorkerInfo(
+            model,
+            "cpu",
+            1,
+            script.blocks * 16,
+            max(script.delay, 1e-4),
+            0.0,
+            max_loras=script.max_loras,
+            max_cpu_loras=script.max_cpu_loras,
+        )
 
     def configure(self, message: Configure) -> None:
-        self.slots = {}
+        self.slots, self.adapters, self.adapter_slots = {}, {}, {}
+
+    def load_adapter(self, adapter: int, path: str) -> str:
+        try:
+            number = int((Path(path) / "number").read_text())
+        except OSError as error:
+            raise ModelError(f"{path} is no adapter: {error.strerror}") from error
+        self.adapters[adapter] = number
+        if len(self.adapters) > self.script.max_cpu_loras:
+            raise RuntimeError("there is no memory for so many adapters")
+        return f"digest of {number}"
+
+    def unload_adapter(self, adapter: int) -> None:
+        del self.adapters[adapter]
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         return FinishedStep(self._execute(plan))
@@ -134,6 +163,8 @@ class ScriptedRunner:
             del self.slots[slot]
         for new in plan.new_sequences:
             self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
+        for slot, adapter in plan.adapter_slots:
+            self.adapter_slots[slot] = self.adapters[adapter]
         for row in plan.rows:
             self._fail(self.slots[row.slot])
         seconds = self.script.delay + self.script.token_delay * sum(row.count for row in plan.rows)
@@ -174,7 +205,8 @@ class ScriptedRunner:
             if contains(prompt, reply.prompt):
                 return reply.tokens[position] if position < len(reply.tokens) else script.eos
         if tokens[0] == CHAIN:
-            return chain(tokens, sequence.sample, script.vocab_size)
+            adapter = 0 if sequence.adapter_slot < 0 else self.adapter_slots[sequence.adapter_slot]
+            return chain(tokens, sequence.sample, script.vocab_size, adapter)
         return (tokens[-1] + 1) % script.vocab_size
 
     def _prompt_logprobs(self, slot: Slot, row: Row) -> list[TokenLogprobs]:
@@ -222,17 +254,20 @@ def contains(tokens: list[int], part: list[int]) -> bool:
     return any(tokens[at : at + len(part)] == part for at in range(len(tokens) - len(part) + 1))
 
 
-def chain(tokens: list[int], sample: int, vocab_size: int) -> int:
+def chain(tokens: list[int], sample: int, vocab_size: int, adapter: int = 0) -> int:
     """Return a token that depends on all before it: 3 or more, since those below are special."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(tokens) + 1}i", sample, *tokens), digest_size=8).digest()
+    packed = struct.pack(f"<{len(tokens) + 1}i", sample, *tokens)
+    digest = hashlib.blake2b(packed, digest_size=8, key=bytes([adapter])).digest()
     return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
 
 
-def expected_chain(prompt: list[int], count: int, sample: int = 0, vocab_size: int = 1000) -> list[int]:
+def expected_chain(
+    prompt: list[int], count: int, sample: int = 0, vocab_size: int = 1000, adapter: int = 0
+) -> list[int]:
     """Return what an undisturbed run generates for a prompt that begins with CHAIN."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(chain(tokens, sample, vocab_size))
+        tokens.append(chain(tokens, sample, vocab_size, adapter))
     return tokens[len(prompt) :]
 
 

@@ -1,4 +1,6 @@
-"""`python -m kernels.cpu.build [--all]`: compile the kernels, for this processor or for all that are supported.
+"""`python -m kernels.cpu.build [NAME ... | --all]`: compile the kernels for instruction sets.
+
+Without a name, it compiles them for the best that this processor has.
 
 It needs a C++ compiler (`CXX` names one). Without one, it prints a message and builds nothing. It keeps a library that
 is up to date, and removes libraries of earlier sources.
@@ -18,6 +20,7 @@ import torch
 
 from kernels.cpu.extension import DIGEST, FLAGS, LIBRARIES, SOURCES, instruction_set, library
 
+TORCH = Path(torch.__file__).parent
 COMPILER = os.environ.get("CXX", "c++")
 
 # Multiplications are fused with additions by name only (simd.h). The warning is wrong about the intrinsics of GCC 12.
@@ -27,9 +30,13 @@ COMMON = ("-O3", "-fPIC", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-Wall"
 def main(argv: Sequence[str]) -> int:
     """Build, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description="Compile the CPU's kernels.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(FLAGS)}")
     parser.add_argument("--all", action="store_true", help="for every supported instruction set, as an image needs it")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.names) - set(FLAGS):
+        parser.error(f"unknown instruction sets: {', '.join(sorted(unknown))}")
     best = instruction_set()
-    names = list(FLAGS) if parser.parse_args(argv).all else [best] if best else []
+    names = list(FLAGS) if arguments.all else arguments.names or ([best] if best else [])
     if not names:
         sys.stderr.write("this processor has no supported instruction set: the plain kernels will serve\n")
     if shutil.which(COMPILER) is None:
@@ -47,24 +54,25 @@ def build(name: str) -> Path:
 
     The library is not loaded: it may be for another processor than this one.
     """
-    target, torch_folder = library(name), Path(torch.__file__).parent
-    includes = [f"-I{torch_folder / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+    target = library(name)
     LIBRARIES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-
-        def compile_source(source: Path) -> str:
-            object_file = str(Path(folder) / f"{source.stem}.o")
-            _run(COMPILER, "-c", str(source), "-o", object_file, *COMMON, *FLAGS[name], *includes)
-            return object_file
-
-        objects = list(pool.map(compile_source, sorted(SOURCES.glob("*.cpp"))))
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        list(pool.map(compile_source, sources, objects, [name] * len(sources)))
         partial = target.with_suffix(".partial")
         # OpenMP is not linked: torch has loaded a copy with its symbols, and there must be no second.
-        _run(COMPILER, "-shared", *objects, "-o", str(partial), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
+        _run(COMPILER, "-shared", *map(str, objects), "-o", str(partial), f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
     for old in LIBRARIES.glob(f"quire_{name}_{'?' * DIGEST}.so"):
         old.unlink()
     partial.replace(target)
     return target
+
+
+def compile_source(source: Path, object_file: Path, name: str) -> None:
+    """Compile one source for an instruction set. Raise RuntimeError with the compiler's output."""
+    includes = [f"-I{TORCH / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+    _run(COMPILER, "-c", str(source), "-o", str(object_file), *COMMON, *FLAGS[name], *includes)
 
 
 def _run(*argv: str) -> None:

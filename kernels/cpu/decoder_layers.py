@@ -12,8 +12,10 @@ from torch import Tensor
 from kernels.cpu.attention import AttentionPlan
 from kernels.cpu.linear import PackedChannelWeight, PackedQuantizedWeight, PackedWeight
 from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
+from kernels.lora import LoraSegments, LoraStack
 
 ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
+_NO_SEGMENTS = torch.empty(0, dtype=torch.int64)
 PANEL = 32  # outputs of a panel; inner sizes of feed-forward blocks are multiples of it
 
 Caches = Sequence[tuple[Tensor, Tensor]]
@@ -26,7 +28,9 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
         return None
     fused = torch.classes.quire.DecoderLayers(config._asdict())
     for layer in layers:
-        fused.add({name: _to_native(value) for name, value in layer._asdict().items()})
+        fields = layer._asdict()
+        lora = fields.pop("lora")
+        fused.add({name: _to_native(value, lora.get(name)) for name, value in fields.items()})
 
     def forward(
         x: Tensor,
@@ -36,11 +40,13 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
         positions: Tensor,
         tables: Tables,
         angles: Sequence[Tensor] = (),
+        segments: LoraSegments | None = None,
     ) -> Tensor:
         keys, values = zip(*caches, strict=True)
         cosines = [cos.index_select(0, positions) for cos, _ in tables]
         sines = [sin.index_select(0, positions) for _, sin in tables]
-        hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, cosines, sines, list(angles))
+        adapters = segments[:2] if segments else (_NO_SEGMENTS, _NO_SEGMENTS)
+        hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, cosines, sines, list(angles), *adapters)
         return hidden
 
     return forward
@@ -54,13 +60,18 @@ def _is_supported(layer: DecoderLayer) -> bool:
     return supported and layer.down.weight.inputs % PANEL == 0
 
 
-def _to_native(field: Any) -> Any:
-    """Return a layer's field as the type that C++ expects."""
+def _to_native(field: Any, lora: LoraStack | None) -> Any:
+    """Return a layer's field, with its adapters if it has any, as the type that C++ expects."""
     if not isinstance(field, Projection):
         return field
     weight, bias = field
     if isinstance(weight, PackedQuantizedWeight):
-        return torch.classes.quire.Projection(weight.records, weight.outputs, "group", *weight.format, bias)
-    if isinstance(weight, PackedChannelWeight):
-        return torch.classes.quire.Projection(weight.panels, weight.outputs, "channel", weight.bits, False, 0, bias)
-    return torch.classes.quire.Projection(weight.panels, weight.outputs, "floats", 0, False, 0, bias)
+        arguments = weight.records, weight.outputs, "group", *weight.format
+    elif isinstance(weight, PackedChannelWeight):
+        arguments = weight.panels, weight.outputs, "channel", weight.bits, False, 0
+    else:
+        arguments = weight.panels, weight.outputs, "floats", 0, False, 0
+    projection = torch.classes.quire.Projection(*arguments, bias)
+    if lora:
+        projection.set_lora(lora.a, lora.b, lora.ranks, lora.outputs)
+    return projection

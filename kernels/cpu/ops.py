@@ -17,9 +17,10 @@ from kernels.cpu.elementwise import (
     silu_and_mul,
 )
 from kernels.cpu.linear import embedding, linear, logits, pack_linear
+from kernels.cpu.lora import lora_expand, lora_shrink, new_lora, pack_lora
 from kernels.cpu.prepare import copy_segments, prepare_inputs
 from kernels.cpu.sampling import logprobs, penalties, sample
-from kernels.reference.cache import copy_blocks
+from kernels.reference.cache import copy_blocks, swap_in, swap_out
 from kernels.reference.elementwise import add_layer_norm, layer_norm, relu
 from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.sampling import pack_metadata

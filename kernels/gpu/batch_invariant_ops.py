@@ -21,12 +21,15 @@ from kernels.gpu.experts import pack_experts
 from kernels.gpu.linear import linear_batch_invariant as linear
 from kernels.gpu.linear import logits_batch_invariant as logits
 from kernels.gpu.linear import pack_linear_batch_invariant as pack_linear
+from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.prepare import copy_segments, prepare_inputs
 from kernels.gpu.sampling import logprobs, penalties, sample
 from kernels.gpu.sampling_parameters import pack_metadata
+from kernels.reference.cache import swap_in, swap_out
 from kernels.reference.elementwise import gelu_tanh, pack_vector, relu
 from kernels.reference.experts import route
 from kernels.reference.linear import embedding
+from kernels.reference.lora import new_lora, pack_lora
 from kernels.reference.ops import fuse_layers
 
 kv_cache_dtypes = KV_CACHE_DTYPES

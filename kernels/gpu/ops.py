@@ -16,12 +16,15 @@ from kernels.gpu.elementwise import (
 )
 from kernels.gpu.experts import mix_experts, pack_experts
 from kernels.gpu.linear import logits
+from kernels.gpu.lora import lora_expand, lora_shrink
 from kernels.gpu.prepare import copy_segments, prepare_inputs
 from kernels.gpu.sampling import logprobs, penalties, sample
 from kernels.gpu.sampling_parameters import pack_metadata
+from kernels.reference.cache import swap_in, swap_out
 from kernels.reference.elementwise import gelu_tanh, pack_vector, relu
 from kernels.reference.experts import route
 from kernels.reference.linear import embedding, linear, pack_linear
+from kernels.reference.lora import new_lora, pack_lora
 from kernels.reference.ops import fuse_layers
 
 kv_cache_dtypes = KV_CACHE_DTYPES

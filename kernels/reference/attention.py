@@ -38,7 +38,7 @@ def pack_angles(cos: Tensor, sin: Tensor) -> Angles:
 
 
 class Piece(NamedTuple):
-    """Consecutive queries of a row: all of them, unless the row is long. They sort in the batch's order."""
+    """Consecutive queries of a row: all of them, unless the row is long."""
 
     slot: int  # the row of the block tables
     first: int  # index of the first query in the batch
@@ -118,19 +118,22 @@ def paged_attention(
 
 
 def _group_pieces(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
-    """Yield groups of pieces of one size. Padding is at most 16 blocks more than a quarter of the group's blocks."""
+    """Yield groups of pieces of one size, in the batch's order.
+
+    Padding is at most 16 blocks more than a quarter of the group's blocks.
+    """
     group: list[Piece] = []
     group_blocks = 0
     for piece in sorted(pieces, key=lambda piece: (piece.size, piece.end)):
         blocks = -(-piece.end // block_size)
         padding = blocks * len(group) - group_blocks
         if group and (piece.size != group[0].size or padding > 16 + group_blocks // 4):
-            yield sorted(group)
+            yield sorted(group, key=lambda piece: piece.first)
             group, group_blocks = [], 0
         group.append(piece)
         group_blocks += blocks
     if group:
-        yield sorted(group)
+        yield sorted(group, key=lambda piece: piece.first)
 
 
 def _make_group(pieces: list[Piece], block_tables: Tensor, block_size: int, heads: int, whole: bool) -> PieceGroup:

@@ -1,5 +1,7 @@
 """Storing keys and values in the paged cache, and copying its blocks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,22 @@ def rotate_and_store(
 def copy_blocks(storage: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """storage[:, :, destination] = storage[:, :, source], in all layers."""
     storage[:, :, destinations] = storage[:, :, sources]
+
+
+def swap_out(storage: Tensor, host: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+    """host[host_block] = storage[:, :, block], for each (block, host_block).
+
+    It is one copy a block: on a CPU that is twice as fast as one of all blocks by their indices, and on a GPU what it
+    gathers first is as small as a block.
+    """
+    for block, host_block in moves:
+        host[host_block].copy_(storage[:, :, block], non_blocking=True)
+
+
+def swap_in(storage: Tensor, host: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+    """storage[:, :, block] = host[host_block], for each (host_block, block)."""
+    for host_block, block in moves:
+        storage[:, :, block].copy_(host[host_block], non_blocking=True)
 
 
 def _quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 
 from kernels.decoder_layers import DecoderLayer, LayerConfig
 from kernels.reference.attention import pack_angles, paged_attention, plan_attention
-from kernels.reference.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
+from kernels.reference.cache import copy_blocks, kv_layout, rotate_and_store, swap_in, swap_out, write_kv
 from kernels.reference.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -20,6 +20,7 @@ from kernels.reference.elementwise import (
 )
 from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.linear import embedding, linear, logits, pack_linear
+from kernels.reference.lora import lora_expand, lora_shrink, new_lora, pack_lora
 from kernels.reference.prepare import copy_segments, prepare_inputs
 from kernels.reference.sampling import logprobs, pack_metadata, penalties, sample
 

@@ -187,6 +187,22 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
+class LoadAdapterRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None  # an adapter of this name may be there, and is replaced
+    is_3d_lora_weight: bool | None = None
+
+
+class UnloadAdapterRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: str
+    lora_int_id: int | None = None  # names identify adapters here
+
+
 NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
     "response_format": frozenset({"type", "json_schema", "format", "structures", "triggers"}),

@@ -26,14 +26,14 @@ class ErrorResponse(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """A name under which the model is served."""
+    """A name that requests can have as their model: of the served model itself, or of an adapter."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    root: Annotated[str, Meta(description="The value of --model.")]
-    parent: None
+    root: Annotated[str, Meta(description="The value of --model, or the adapter's folder.")]
+    parent: Annotated[str | None, Meta(description="The model that an adapter changes; null for the model itself.")]
     max_model_len: Annotated[
         int | None, Meta(description="Tokens of the context; null before the first engine has answered.")
     ]

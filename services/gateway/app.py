@@ -8,15 +8,19 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from msgspec.structs import replace
 
 from services.gateway import cors, errors, ignored_fields, middlewares
+from services.gateway.adapters import load_lora_adapter, unload_lora_adapter
 from services.gateway.api_requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     ResponsesRequest,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
+    UnloadAdapterRequest,
 )
 from services.gateway.api_responses import (
     ChatCompletionResponse,
@@ -43,6 +47,7 @@ from services.gateway.responses import responses
 from services.gateway.responses_objects import Response, StreamEvent
 from services.gateway.tokenization import detokenize, tokenize, tokenizer_info
 from shared.errors import InvalidRequest, Unavailable, brief
+from shared.protocol import AdapterInfo
 
 STARTED = int(time.time())  # the API's creation time of the model
 GENERATION, TOKENS, MODELS, SERVER = "Generation", "Tokens", "Models", "Server"  # groups of routes
@@ -169,6 +174,22 @@ def _routes(config: GatewayConfig) -> list[Route]:
                 errors=(503,),
             )
         )
+    if config.enable_lora_runtime_updates:
+        for path, handler, body in (
+            ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
+            ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),
+        ):
+            routes.append(
+                Route(
+                    method="POST",
+                    path=path,
+                    handler=handler,
+                    tag=MODELS,
+                    bodies=(body,),
+                    content_type="text/plain",
+                    errors=(404, 503),
+                )
+            )
     if config.enable_tokenizer_info_endpoint:
         routes.append(
             Route(method="GET", path="/tokenizer_info", handler=tokenizer_info, tag=TOKENS, answer=dict[str, Any])
@@ -200,15 +221,19 @@ def _running(handler: Handler) -> Handler:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Return a model card for each served name."""
+    """Return a model card for each served name and each adapter."""
     gateway = request.app[GATEWAY]
-    return json_response(ModelList("list", [_model_card(gateway, name) for name in gateway.model.names]))
+    cards = [_model_card(gateway, name) for name in gateway.model.names]
+    cards += [_adapter_card(gateway, adapter) for adapter in gateway.backend.adapters.values()]
+    return json_response(ModelList("list", cards))
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
-    """Return the model card of one served name; other names get 404."""
+    """Return the model card of one served name or adapter; other names get 404."""
     gateway, name = request.app[GATEWAY], request.match_info["model"]
-    gateway.model.check(name)
+    gateway.model.check(name, gateway.backend.adapters)
+    if name not in gateway.model.names:
+        return json_response(_adapter_card(gateway, gateway.backend.adapters[name]))
     return json_response(_model_card(gateway, name))
 
 
@@ -261,6 +286,11 @@ def _model_card(gateway: Gateway, name: str) -> ModelCard:
         parent=None,
         max_model_len=None if welcome is None else welcome.max_model_len,
     )
+
+
+def _adapter_card(gateway: Gateway, adapter: AdapterInfo) -> ModelCard:
+    card = _model_card(gateway, adapter.name)
+    return replace(card, root=adapter.path, parent=gateway.model.name)
 
 
 def _version() -> str:

@@ -6,7 +6,7 @@ engine, or to the same one when it is back. Until then it waits here, for `loss_
 also waits if no engine is there. An engine that drains, or has no worker for some seconds, keeps its requests only if
 no other is ready for them, or if their output would go on with other tokens there.
 
-A request goes to an engine whose context it fits; among those, a `Router` chooses.
+A request goes to an engine that has its adapter and whose context it fits; among those, a `Router` chooses.
 
 Engines may come and go (`engine_discovery`). One that goes gets no new requests, and those that run there go on.
 """
@@ -28,10 +28,10 @@ from services.gateway.engine_request import EngineRequest, RequestOptions
 from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router, RoutingPolicy
 from shared.curve import ConnectionKeys
-from shared.errors import Overloaded, Unavailable
+from shared.errors import InvalidRequest, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.log_format import of_request
-from shared.protocol import Sampling, Status, Welcome
+from shared.protocol import AdapterInfo, Sampling, Status, Welcome
 
 __all__ = ["Backend", "EngineRequest"]
 
@@ -84,6 +84,7 @@ class Backend:
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._will_place = False  # whether `_place_waiting` is to run in the next turn of the event loop
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
+        self._digests: dict[EngineRequest, str] = {}  # of the adapters that computed the output so far
         self.losses = EngineLosses()  # metrics of lost engines, and of what engines sent in vain
 
     async def __aenter__(self) -> "Backend":
@@ -160,6 +161,35 @@ class Backend:
                 statuses[engine.address if engine.name in statuses else engine.name] = engine.status
         return statuses
 
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """Return the adapters that requests can name, by name. The engine that has one may have to be waited for."""
+        return {name: adapter for engine in self._connections for name, adapter in engine.adapters.items()}
+
+    async def add_adapter(self, name: str, path: str, *, replaces: bool) -> None:
+        """Have each engine load an adapter, and return when all have.
+
+        Raise `InvalidRequest` if an engine cannot, and `Unavailable` if one is not connected, or is lost before it
+        answers. The others forget it then, unless it has replaced another.
+        """
+        engines = list(self._connections)
+        answers = await asyncio.gather(
+            *[engine.add_adapter(name, path, replaces=replaces) for engine in engines], return_exceptions=True
+        )
+        try:
+            _check_answers(answers, "lora_path")
+        except (InvalidRequest, Unavailable):
+            if not replaces:
+                loaded = [engine for engine, answer in zip(engines, answers, strict=True) if answer == ""]
+                await asyncio.gather(*[engine.remove_adapter(name) for engine in loaded], return_exceptions=True)
+            raise
+
+    async def remove_adapter(self, name: str) -> None:
+        """Let no new request name an adapter. Return when each engine that has it has answered, and raise likewise."""
+        engines = [engine for engine in self._connections if name in engine.adapters]
+        answers = [engine.remove_adapter(name) for engine in engines]
+        _check_answers(await asyncio.gather(*answers, return_exceptions=True), "lora_name")
+
     async def reset_prefix_cache(self) -> None:
         """Have each engine forget its cached blocks, and return when all have.
 
@@ -189,6 +219,8 @@ class Backend:
         request = EngineRequest(
             tokens, sampling, **options, on_unplaced=self._wait_for_engine, on_first_token=self._note_computed
         )
+        if after is not None and after in self._digests:
+            self._digests[request] = self._digests[after]
         if (engine := self._choose(request, after=after)) is not None:
             self._place(request, engine)
         elif len(self._waiting) >= MAX_WAITING and not request.accepted:
@@ -201,6 +233,7 @@ class Backend:
         """Abort the unfinished samples of a request, and forget it."""
         self._waiting.pop(request, None)
         self._fingerprints.pop(request, None)
+        self._digests.pop(request, None)
         self._note_computed(request)
         for connection in self._connections:
             connection.release(request)
@@ -246,6 +279,8 @@ class Backend:
 
     def _place(self, request: EngineRequest, engine: EngineConnection) -> None:
         fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
+        if request.adapter in engine.adapters and not request.has_output:
+            self._digests[request] = engine.adapters[request.adapter].digest
         before = self._fingerprints.get(request)
         if before is None:
             self._fingerprints[request] = fingerprint
@@ -269,7 +304,7 @@ class Backend:
             return
         for connection in self._connections:
             if request.attempts_at(connection):
-                self._router.note(connection, request.prompt, request.outputs, request.cache_salt)
+                self._router.note(connection, request.prompt, request.outputs, request.cache_root)
 
     def _wait_for_engine(self, request: EngineRequest) -> None:
         """Keep a request until an engine is ready for it, maybe at once."""
@@ -340,16 +375,26 @@ class Backend:
             candidates = [engine for engine in candidates if after.attempts_at(engine)] or candidates
         if not candidates:
             return None
-        return self._router.choose(candidates, request.prompt, request.sampling, request.cache_salt)
+        return self._router.choose(candidates, request.prompt, request.sampling, request.cache_root)
+
+    def _has_adapter(self, engine: EngineConnection, request: EngineRequest) -> bool:
+        """Return whether an engine has the adapter of a request: the same files, if there is output to continue."""
+        if not request.adapter:
+            return True
+        if not engine.has_adapter(request.adapter):
+            return False
+        digest = self._digests.get(request) if request.has_output else None
+        return digest is None or digest == engine.adapters[request.adapter].digest
 
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
         """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.
 
-        The request fits their context. If it fits none, a new request goes to the longest one, whose engine refuses it,
-        and one that was accepted before waits. A request that was at an engine before goes to one that computes the
-        same tokens, if such a one computes steps.
+        They have the request's adapter, and the request fits their context. If it fits none, a new request goes to the
+        longest one, whose engine refuses it, and one that was accepted before waits. A request that was at an engine
+        before goes to one that computes the same tokens, if such a one computes steps.
         """
-        accepting = {engine: engine.welcome for engine in self._connections if engine.welcome and not engine.draining}
+        engines = [engine for engine in self._connections if self._has_adapter(engine, request)]
+        accepting = {engine: engine.welcome for engine in engines if engine.welcome and not engine.draining}
         longest = max((welcome.max_model_len for welcome in accepting.values()), default=0)
         length = request.max_length if request.accepted else min(request.max_length, longest)
         candidates = [engine for engine, welcome in accepting.items() if length <= welcome.max_model_len]
@@ -357,3 +402,14 @@ class Backend:
         fingerprint = self._fingerprints.get(request)
         same = [engine for engine in computing if accepting[engine].model.fingerprint == fingerprint]
         return same or computing or ([] if ready else candidates)
+
+
+def _check_answers(answers: Sequence[str | BaseException], field: str) -> None:
+    """Raise what kept an engine from answering, or `InvalidRequest` if one has answered with an error."""
+    if not answers:
+        raise Unavailable("there is no engine")
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer:
+            raise InvalidRequest(answer, field)

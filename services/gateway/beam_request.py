@@ -112,6 +112,7 @@ class BeamRequest:
             samples_before=prompt.samples_before + self._branches.branches.index(branch),
             request_id=prompt.request_id,
             cache_salt=prompt.cache_salt,
+            adapter=prompt.adapter,
             output=output,
             after=after,
         )

@@ -46,10 +46,10 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     id = begin_response(http, "chatcmpl-", request.request_id)
     prompt = await prepare_chat(gateway, request, arrived, id)
     if request.stream:
-        head = ResponseHead.now(id, "chat.completion.chunk", gateway.model.name)
+        head = ResponseHead.now(id, "chat.completion.chunk", prompt.adapter or gateway.model.name)
         encoder = _ChunkEncoder(head, request)
         return await stream(http, gateway, [prompt], encoder, request.stream_options)
-    head = ResponseHead.now(id, "chat.completion", gateway.model.name)
+    head = ResponseHead.now(id, "chat.completion", prompt.adapter or gateway.model.name)
     generations = await collect(gateway, [prompt])
     repeats_much = _repeats_much(request, prompt) or (request.return_token_ids is True and has_many_ids(generations))
     takes_long = has_many_logprobs(generations) or has_much_to_parse(generations) or repeats_much
@@ -59,7 +59,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
 async def prepare_chat(gateway: Gateway, request: ChatRequest, arrived: float, id: str) -> PreparedPrompt:
     """Return the prompt of a chat, ready to be submitted. Raise `InvalidRequest`."""
     model = gateway.model
-    model.check(request.model)
+    adapter = await gateway.choose_adapter(request.model)
     params = chat_params(request, model.defaults)
     tools = _tools_to_parse(request, gateway)
     welcome = await gateway.backend.first_welcome()
@@ -77,6 +77,7 @@ async def prepare_chat(gateway: Gateway, request: ChatRequest, arrived: float, i
         grammar=await compile_chat_grammar(request, model, format),
         bad_words=await bad_word_tokens(params, model.tokenizer),
         cache_salt=cache_salt(request.cache_salt),
+        adapter=adapter,
         format=format,
         beams=beam_settings(request),
         field="messages",

@@ -43,7 +43,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
     request = await read(http, CompletionRequest)
     id = begin_response(http, "cmpl-", request.request_id)
     prompts = await _prepare(gateway, request, arrived, id)
-    head = ResponseHead.now(id, "text_completion", gateway.model.name)
+    head = ResponseHead.now(id, "text_completion", prompts[0].adapter or gateway.model.name)
     if request.stream:
         return await stream(http, gateway, prompts, _ChunkEncoder(head, request), request.stream_options)
     generations = await collect(gateway, prompts)
@@ -60,7 +60,7 @@ def _respond(head: ResponseHead, request: CompletionRequest, generations: Sequen
 
 async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float, id: str) -> list[PreparedPrompt]:
     model = gateway.model
-    model.check(request.model)
+    adapter = await gateway.choose_adapter(request.model)
     params = completion_params(request, model.defaults)
     beams = beam_settings(request)
     grammar = await compile_grammar(request, model)
@@ -89,6 +89,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
                 beams=beams,
                 bad_words=bad_words,
                 cache_salt=salt,
+                adapter=adapter,
             )
         )
         await asyncio.sleep(0)  # let other requests run in between

@@ -161,6 +161,13 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     enable_reset_prefix_cache: Annotated[
         bool, Meta(description="Serve POST /reset_prefix_cache, which has the engines forget their cached blocks.")
     ] = False
+    enable_lora_runtime_updates: Annotated[
+        bool,
+        Meta(
+            description="Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, by which clients have the "
+            "engines load adapters from folders of their hosts."
+        ),
+    ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="Show the tokenizer's configuration and the chat template at /tokenizer_info.")
     ] = False

@@ -20,6 +20,7 @@ import zmq
 from msgspec import Struct
 
 from services.gateway.engine_request import EngineRequest
+from services.gateway.errors import UnknownModel
 from services.gateway.metrics import EngineLosses
 from shared.curve import ConnectionKeys
 from shared.errors import (
@@ -37,11 +38,15 @@ from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
+    AdapterAnswer,
+    AdapterInfo,
+    AddAdapter,
     Hello,
     PrefixCacheReset,
     Progress,
     Refusal,
     Refused,
+    RemoveAdapter,
     ResetPrefixCache,
     SchedulerToGateway,
     Status,
@@ -112,6 +117,7 @@ class EngineConnection:
         self.address = address
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
+        self.adapters: dict[str, AdapterInfo] = {}  # that requests can name, by name; those of the last welcome
         self.unusable = ""  # why this engine gets no requests although it is connected
         self.leaving = False  # it gets no new requests, and is left once its running ones have ended
         self._text_digest = text_digest
@@ -130,6 +136,8 @@ class EngineConnection:
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
         self._resets: dict[int, asyncio.Future[None]] = {}  # of the prefix cache, which the engine has not confirmed
+        self._adapter_answers: dict[int, asyncio.Future[str]] = {}  # errors, that the engine has not answered yet
+        self._restored: dict[int, AdapterInfo] = {}  # by the ids of the messages that load them again
         self._socket: zmq.Socket[bytes] | None = None
         self._loss = ""  # why this connection has to end
         self._loop = asyncio.get_running_loop()
@@ -217,6 +225,29 @@ class EngineConnection:
         finally:
             self._resets.pop(id, None)
 
+    async def add_adapter(self, name: str, path: str, *, replaces: bool) -> str:
+        """Have the engine load an adapter. Return why it cannot, or ''. Raise as `reset_prefix_cache` does."""
+        return await self._ask_adapter(AddAdapter(next(self._ids), name, path, replaces))
+
+    async def remove_adapter(self, name: str) -> str:
+        """Let no new request name an adapter. Return and raise as `add_adapter` does."""
+        return await self._ask_adapter(RemoveAdapter(next(self._ids), name))
+
+    async def _ask_adapter(self, message: AddAdapter | RemoveAdapter) -> str:
+        if self.welcome is None:
+            raise Unavailable(f"the engine at {self.address} is not connected")
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adapter_answers[message.id] = answer
+        try:
+            self._send(message)
+            return await answer
+        finally:
+            self._adapter_answers.pop(message.id, None)
+
+    def has_adapter(self, name: str) -> bool:
+        """Return whether the engine can use an adapter now."""
+        return self.welcome is not None and any(adapter.name == name for adapter in self.welcome.adapters)
+
     async def run(self) -> None:
         """Keep the engine connected until cancelled, or while `leaving` until it has no requests or is lost.
 
@@ -272,6 +303,10 @@ class EngineConnection:
                     if not reset.done():
                         reason = f"the engine at {self.address} was lost before it had reset its prefix cache"
                         reset.set_exception(Unavailable(reason))
+                for answer in self._adapter_answers.values():
+                    if not answer.done():
+                        reason = f"the engine at {self.address} was lost before it had changed its adapters"
+                        answer.set_exception(Unavailable(reason))
                 self._refusal = monitor.refusal or (MALFORMED if self._loss == MALFORMED else "")
                 self._socket = self.welcome = self.status = self._not_ready_since = None
                 self.unusable = ""
@@ -374,6 +409,8 @@ class EngineConnection:
             case PrefixCacheReset():
                 if (reset := self._resets.get(message.id)) is not None and not reset.done():
                     reset.set_result(None)
+            case AdapterAnswer():
+                self._take_adapter_answer(message)
             case Status():
                 self.status, self._status_time, self._num_added = message, now, 0
                 self._not_ready_since = None if message.ready else self._not_ready_since or now
@@ -386,17 +423,45 @@ class EngineConnection:
             case Welcome():
                 self.welcome = message
                 self._losses.init_labels(message.engine)
-                if self._boot_id not in ("", message.boot_id):
+                is_new = self._boot_id not in ("", message.boot_id)
+                if is_new:
                     self._losses.restarts.labels(message.engine).inc()
                 self._boot_id = message.boot_id
+                self._take_adapters(message.adapters, is_new=is_new)
                 logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
+
+    def _take_adapters(self, adapters: list[AdapterInfo], *, is_new: bool) -> None:
+        """Take the adapters of a welcome. If the engine `is_new`, load those again that its former process had.
+
+        They were loaded at run time, and their requests go on here.
+        """
+        former = list(self._restored.values()) + (list(self.adapters.values()) if is_new else [])
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+        self._restored = {id: one for id, one in self._restored.items() if one.name not in self.adapters}
+        for adapter in former:
+            if adapter.name not in self.adapters:
+                self.adapters[adapter.name] = adapter
+                if is_new:
+                    self._restored[id := next(self._ids)] = adapter
+                    self._send(AddAdapter(id, adapter.name, adapter.path))
+
+    def _take_adapter_answer(self, message: AdapterAnswer) -> None:
+        restored = self._restored.pop(message.id, None)
+        if restored is not None and message.error and not self.has_adapter(restored.name):
+            del self.adapters[restored.name]
+            logger.error("engine %s has lost the adapter %s: %s", self.name, restored.name, message.error)
+        answer = self._adapter_answers.get(message.id)
+        if answer is not None and not answer.done():
+            answer.set_result(message.error)
 
     def _handle_refusal(self, refused: Refused) -> None:
         request = self._find(refused.id)
         if request is None:
             return
-        if refused.reason in (Refusal.DRAINING, Refusal.NOT_READY):
-            self._status_time = 0.0  # it is not as ready as its last status says
+        is_passing = refused.reason in (Refusal.DRAINING, Refusal.NOT_READY)
+        if is_passing or (refused.reason is Refusal.UNKNOWN_ADAPTER and request.accepted):
+            if is_passing:
+                self._status_time = 0.0  # it is not as ready as its last status says
             del self._requests[refused.id]
             request.reject(self, refused.id)
         else:
@@ -437,5 +502,7 @@ def _to_error(refused: Refused) -> QuireError:
             return Overloaded(refused.detail, refused.retry_after)
         case Refusal.TOO_LONG:
             return InvalidRequest(refused.detail, "prompt")
+        case Refusal.UNKNOWN_ADAPTER:
+            return UnknownModel(refused.detail, "model")
         case _:
             return InvalidRequest(refused.detail)

@@ -101,6 +101,7 @@ class RequestOptions(TypedDict, total=False):
     samples_before: int  # of the same user's earlier requests
     request_id: str  # under which all services log it
     cache_salt: str  # it shares cached blocks with requests of the same one only
+    adapter: str  # the name of the adapter that it uses; empty: none
     output: "array[int] | None"  # that its one sample continues
     after: "EngineRequest | None"  # of the same user's, accepted: this one has its arrival, and is not refused for load
 
@@ -122,6 +123,7 @@ class EngineRequest:
         samples_before: int = 0,
         request_id: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         output: "array[int] | None" = None,
         after: "EngineRequest | None" = None,
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
@@ -135,6 +137,7 @@ class EngineRequest:
         """
         self.request_id = request_id
         self.cache_salt = cache_salt
+        self.adapter = adapter  # its name; empty: it uses none
         self.arrival: float = after.arrival if after else time.time()
         self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -168,6 +171,11 @@ class EngineRequest:
     @property
     def sampling(self) -> Sampling:
         return self._sampling
+
+    @property
+    def cache_root(self) -> str:
+        """Return what requests must have in common, besides tokens, to share cached blocks."""
+        return f"{self.adapter}:{self.cache_salt}"
 
     @property
     def max_length(self) -> int:
@@ -341,6 +349,7 @@ class EngineRequest:
             request_id=self.request_id,
             suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
         )
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:

@@ -48,6 +48,19 @@ class Gateway(Struct, frozen=True):
         if not self.backend.ready(num_engines):
             raise Unavailable(f"fewer than {num_engines} engines have a worker that can make progress")
 
+    async def choose_adapter(self, model: str | None) -> str:
+        """Return the name of the adapter that a request's `model` names; empty for the served model itself.
+
+        Raise `UnknownModel` if it names neither. Before an engine has answered, wait for one, or raise as
+        `Backend.first_welcome` does.
+        """
+        if model is None or model in self.model.names:
+            return ""
+        if not self.backend.adapters:
+            await self.backend.first_welcome()
+        self.model.check(model, self.backend.adapters)
+        return model
+
     @property
     def max_body_size(self) -> int:
         """Return the maximum size of a request's body in bytes: --max-body-size, or what the model's context needs."""
@@ -70,6 +83,7 @@ class Gateway(Struct, frozen=True):
         grammar: str = "",  # that the output has to follow
         bad_words: Sequence[Sequence[int]] = (),  # as sequences of tokens
         cache_salt: str = "",
+        adapter: str = "",
         format: MessageFormat | None = None,
         beams: BeamSettings | None = None,
         shows_text: bool = False,  # in the answer, apart from an echo
@@ -106,6 +120,7 @@ class Gateway(Struct, frozen=True):
             cache_salt=cache_salt,
             beams=beams,
             text=prompt.text if shows_text else None,
+            adapter=adapter,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -250,6 +250,7 @@ def _submission(
         samples_before=prompt.samples_before,
         request_id=prompt.request_id,
         cache_salt=prompt.cache_salt,
+        adapter=prompt.adapter,
     )
 
 

@@ -56,6 +56,7 @@ class PreparedPrompt(Struct, frozen=True):
     cache_salt: str = ""
     beams: BeamSettings | None = None  # of a beam search, whose n best beams are the samples; None: it is none
     text: str | None = None  # that the answer has in a field of its own
+    adapter: str = ""  # name of the adapter that it uses; empty: none
 
 
 def truncation_of(

@@ -29,7 +29,7 @@ async def responses(http: web.Request) -> web.StreamResponse:
     id = begin_response(http, "resp_", request.request_id)
     with chat.in_own_words():
         prompt = await prepare_chat(gateway, chat.request, arrived, id)
-        response = begun(request, prompt, id, gateway.model.name)
+        response = begun(request, prompt, id, prompt.adapter or gateway.model.name)
         if request.stream:
             return await stream_events(http, gateway, [prompt], ResponseEvents(response))
         generations = await collect(gateway, [prompt])

@@ -100,13 +100,13 @@ class Router:
         self._caches: WeakKeyDictionary[RoutedEngine, tuple[tuple[str, int, int], CachedBlocks]] = WeakKeyDictionary()
         self._num_chosen = 0
 
-    def choose(self, engines: Sequence[E], prompt: "array[int]", sampling: Sampling, salt: str = "") -> E:
-        """Return one of `engines`, of which there is at least one, for a request. `salt` is its `cache_salt`."""
+    def choose(self, engines: Sequence[E], prompt: "array[int]", sampling: Sampling, root: str = "") -> E:
+        """Return one of `engines`, of which there is at least one, for a request. `root` is its `cache_root`."""
         self._num_chosen += 1
         if self._policy == "round_robin":
             return engines[self._num_chosen % len(engines)]
         takes_hits = sampling.prompt_logprobs < 0 and len(engines) > 1  # otherwise it would make no difference
-        hashes = cache(lambda block_size: hash_blocks(prompt, block_size, hash(salt)))
+        hashes = cache(lambda block_size: hash_blocks(prompt, block_size, hash(root)))
 
         def cost(engine: E) -> tuple[int, int, int]:
             blocks, num_cached = self._cached_blocks(engine), 0
@@ -116,15 +116,15 @@ class Router:
 
         return min(engines, key=cost)  # the first one, if they are equal in all three
 
-    def note(self, engine: RoutedEngine, prompt: "array[int]", outputs: Iterable["array[int]"], salt: str = "") -> None:
+    def note(self, engine: RoutedEngine, prompt: "array[int]", outputs: Iterable["array[int]"], root: str = "") -> None:
         """Note that an engine has computed outputs of a prompt: all their tokens but the last."""
         blocks = self._cached_blocks(engine)
         if self._policy != "cache_aware" or not blocks.block_size:
             return
         if not (computed := [output for output in outputs if output]):
             return
-        hashes = hash_blocks(prompt, blocks.block_size, hash(salt))
-        rest, parent = prompt[len(hashes) * blocks.block_size :], hashes[-1] if hashes else hash(salt)
+        hashes = hash_blocks(prompt, blocks.block_size, hash(root))
+        rest, parent = prompt[len(hashes) * blocks.block_size :], hashes[-1] if hashes else hash(root)
         for output in computed:
             blocks.use(hash_blocks(rest + output[:-1], blocks.block_size, parent))
         blocks.use(hashes)  # once for all outputs, since there may be a thousand, and last: an engine frees it last
@@ -140,7 +140,7 @@ class Router:
         incarnation = (welcome.boot_id, snapshot.worker_losses, snapshot.prefix_resets)
         known, blocks = self._caches.get(engine, (None, NO_CACHE))
         if known != incarnation:
-            blocks = CachedBlocks(min(snapshot.blocks, MAX_BLOCKS), snapshot.block_size)
+            blocks = CachedBlocks(min(snapshot.blocks + snapshot.host_blocks, MAX_BLOCKS), snapshot.block_size)
             self._caches[engine] = (incarnation, blocks)
         return blocks
 

@@ -6,7 +6,7 @@ vocabulary.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,10 +96,10 @@ class ServedModel(Struct, frozen=True):
         if names := [f"{kind} ({name})" for kind, name in parsers if name]:
             logger.info("the outputs of chats are parsed: %s", ", ".join(names))
 
-    def check(self, name: str | None) -> None:
-        """Raise `UnknownModel` unless `name` is one of the names, or None."""
-        if name is not None and name not in self.names:
-            served = ", ".join(self.names)
+    def check(self, name: str | None, adapters: Collection[str] = ()) -> None:
+        """Raise `UnknownModel` unless `name` is None or one of the names, those of `adapters` included."""
+        if name is not None and name not in self.names and name not in adapters:
+            served = ", ".join([*self.names, *adapters])
             raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {served}", "model")
 
 

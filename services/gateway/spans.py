@@ -130,6 +130,7 @@ class RequestSpans:
         self._context: Context = set_span_in_context(self._span)
         self._operation = OPERATIONS.get(route, "")
         self._num_input = self._num_output = 0
+        self._adapter = ""  # that the prompts use
         self._finish_reasons: dict[int, str] = {}  # by choice
         self._latencies: Attributes = {}  # of the first choice
 
@@ -142,6 +143,7 @@ class RequestSpans:
         """Note a prompt of the request."""
         if not self._num_input:
             self._span.set_attributes(_sampling_attributes(prompt))
+            self._adapter = prompt.adapter
         self._num_input += len(prompt.tokens)
 
     def end_sample(
@@ -193,7 +195,7 @@ class RequestSpans:
         self._span.end(self._ns(time.monotonic()))
 
     def _generation_attributes(self, request: web.Request) -> Attributes:
-        model, reasons = request.app[GATEWAY].model.name, self._finish_reasons
+        model, reasons = self._adapter or request.app[GATEWAY].model.name, self._finish_reasons
         return self._latencies | {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": SERVICE,

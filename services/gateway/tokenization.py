@@ -31,7 +31,7 @@ async def tokenize(http: web.Request) -> web.Response:
     """Answer with the tokens that the prompt of a completion or of a chat has, even if they exceed the context."""
     gateway = http.app[GATEWAY]
     request = await read(http, *REQUEST_TYPES)
-    gateway.model.check(request.model)
+    await gateway.choose_adapter(request.model)  # of the same tokenizer
     welcome = await gateway.backend.first_welcome()
     prompt = await _prompt(request, gateway, welcome)
     with_names = request.return_token_strs is True
@@ -43,7 +43,7 @@ async def detokenize(http: web.Request) -> web.Response:
     """Answer with the text of some tokens, special ones included."""
     gateway = http.app[GATEWAY]
     request = await read(http, DetokenizeRequest)
-    gateway.model.check(request.model)
+    await gateway.choose_adapter(request.model)  # of the same tokenizer
     welcome = await gateway.backend.first_welcome()
     many = len(request.tokens) > LONG_TEXT
     return await run_in_thread_if(many, _decode, request.tokens, gateway.model.tokenizer, welcome.model.vocab_size)

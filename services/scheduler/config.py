@@ -53,6 +53,14 @@ class WorkerCapacity(Protocol):
     def step_seconds(self) -> float: ...
     @property
     def token_seconds(self) -> float: ...
+    @property
+    def host_kv_memory(self) -> int: ...
+    @property
+    def swap_bytes_per_second(self) -> float: ...
+    @property
+    def max_loras(self) -> int: ...
+    @property
+    def max_cpu_loras(self) -> int: ...
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -82,6 +90,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Meta(description="Blocks of KV memory, on any device, instead of what its memory allows."),
     ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of prompts with a common beginning.")] = True
+    preemption_mode: Annotated[
+        Literal["auto", "swap", "recompute"],
+        Meta(
+            description="What happens to the KV of a preempted sequence: it is copied to host memory (swap) if there "
+            "is room, or computed again; auto: whichever takes less time by what the worker has measured."
+        ),
+    ] = "auto"
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Meta(description="Order of the queue: arrival alone, or priority before it.")
     ] = "fcfs"
@@ -95,6 +110,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: Annotated[
         int, Meta(ge=0, description="Tokens waiting before new requests get status 429; 0: no such bound.")
     ] = 0
+    lora_modules: Annotated[
+        list[str],
+        Meta(
+            description="Adapters to load at the start, each as NAME=PATH or as a JSON object with name and path; "
+            "needs --enable-lora. Requests name one as their model."
+        ),
+    ] = []
     async_scheduling: Annotated[
         bool, Meta(description="Plan the next step while one is running, so that the device never waits.")
     ] = True
@@ -149,6 +171,7 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         max_queued_requests=config.max_num_queued_reqs,
         max_queued_tokens=config.max_num_queued_tokens,
         prefix_caching=config.enable_prefix_caching,
+        preemption_mode=config.preemption_mode,
         depth=2 if config.async_scheduling else 1,
         policy=config.scheduling_policy,
         priority_ageing=config.priority_ageing,
@@ -176,7 +199,7 @@ def count_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
     """Return the number of blocks of the worker's pool. Raise `ConfigError` if its memory holds none."""
     num_blocks = _num_blocks(config, worker)
     if num_blocks < 1:
-        block_bytes = worker.kv_bytes_per_token * config.block_size
+        block_bytes = bytes_per_block(config, worker)
         raise ConfigError(f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}")
     return num_blocks
 
@@ -187,11 +210,29 @@ def pool_tokens(config: SchedulerConfig, worker: WorkerCapacity) -> int:
 
 
 def _num_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
-    affordable = worker.kv_memory // (worker.kv_bytes_per_token * config.block_size)
+    affordable = worker.kv_memory // bytes_per_block(config, worker)
     return config.num_gpu_blocks_override or min(affordable, MAX_BLOCKS)
 
 
-def make_configure(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:
+def count_host_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
+    """Return the number of blocks in the worker's host memory: as many as it has room for, if they are of any use."""
+    if config.preemption_mode == "recompute" and not config.enable_prefix_caching:
+        return 0
+    return min(worker.host_kv_memory // bytes_per_block(config, worker), MAX_BLOCKS)
+
+
+def bytes_per_block(config: SchedulerConfig, worker: WorkerCapacity) -> int:
+    """Return the bytes of a block, in all layers."""
+    return worker.kv_bytes_per_token * config.block_size
+
+
+def swap_seconds(config: SchedulerConfig, worker: WorkerCapacity) -> float:
+    """Return the seconds in which the worker copies a block to host memory, or back; 0 if it has not measured that."""
+    bandwidth = worker.swap_bytes_per_second
+    return bytes_per_block(config, worker) / bandwidth if bandwidth else 0.0
+
+
+def make_configure(limits: Limits, epoch: Epoch, num_blocks: int, num_host_blocks: int) -> Configure:
     """Return the message that begins `epoch` at a worker whose pool has `num_blocks` blocks."""
     return Configure(
         epoch=epoch,
@@ -200,4 +241,5 @@ def make_configure(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        num_host_blocks=num_host_blocks,
     )

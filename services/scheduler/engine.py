@@ -6,31 +6,39 @@ clock, like the core that it wraps.
 
 import logging
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
 from services.scheduler.config import (
     SchedulerConfig,
     WorkerCapacity,
+    bytes_per_block,
     count_blocks,
+    count_host_blocks,
     make_configure,
     make_limits,
     pool_tokens,
+    swap_seconds,
 )
 from services.scheduler.core import Scheduler
 from services.scheduler.recorder import RecordedScheduler, Recorder
 from shared.log_format import of_request, of_requests
 from shared.protocol import (
     VERSION,
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
     Configure,
     Epoch,
+    LoadAdapter,
     ProgressRow,
     Refused,
     Snapshot,
     StepPlan,
     StepResult,
     Submit,
+    UnloadAdapter,
     Welcome,
     encode,
 )
@@ -49,8 +57,10 @@ class Engine:
         self._config = config
         self.model = worker.model
         self.limits = make_limits(config, worker)
+        self._takes_adapters = worker.max_loras > 0
         self._core = self._make_core()
         self._epoch = Epoch(secrets.token_hex(8), 0)
+        self._block_bytes = 0  # of a block of the last worker
         self._warn_of_reduced_context()
 
     @property
@@ -60,7 +70,7 @@ class Engine:
 
     @property
     def snapshot(self) -> Snapshot:
-        return self._core.snapshot()
+        return replace(self._core.snapshot(), block_bytes=self._block_bytes)
 
     @property
     def welcome(self) -> Welcome:
@@ -72,7 +82,13 @@ class Engine:
             model=self.model,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
+            adapters=self.adapters,
         )
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests can name."""
+        return self._core.adapters
 
     def mismatch(self, worker: WorkerCapacity) -> str:
         """Return why a worker cannot take over; empty if it can."""
@@ -83,14 +99,26 @@ class Engine:
         capacity, promised = pool_tokens(self._config, worker), self.limits.max_model_len
         if capacity < promised:
             return f"its memory holds {capacity} tokens, but requests of {promised} were promised to be served"
+        if self._takes_adapters and not worker.max_loras:
+            return "it takes no adapters, but this engine has some"
         return ""
 
     def configure(self, worker: WorkerCapacity) -> Configure:
         """Begin an epoch with this worker, and return the message that configures it."""
-        num_blocks = count_blocks(self._config, worker)
+        num_blocks, num_host_blocks = count_blocks(self._config, worker), count_host_blocks(self._config, worker)
         self._epoch = replace(self._epoch, count=self._epoch.count + 1)
-        self._core.begin_epoch(self._epoch, num_blocks, worker.step_seconds, worker.token_seconds)
-        return make_configure(self.limits, self._epoch, num_blocks)
+        self._block_bytes = bytes_per_block(self._config, worker)
+        self._core.begin_epoch(
+            self._epoch,
+            num_blocks,
+            worker.step_seconds,
+            worker.token_seconds,
+            num_host_blocks,
+            swap_seconds(self._config, worker),
+            worker.max_loras,
+            worker.max_cpu_loras,
+        )
+        return make_configure(self.limits, self._epoch, num_blocks, num_host_blocks)
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not."""
@@ -137,9 +165,7 @@ class Engine:
         rows = self._core.lose_worker(now, out_of_memory=out_of_memory)
         if suspects:
             logger.warning("the worker was lost with %d suspects", len(suspects), extra=of_requests(suspects))
-        ended = {row.id: row.detail for row in rows if row.finish_reason is not None}  # of its samples, one line
-        for id, detail in ended.items():
-            logger.error("a request is ended: %s", detail, extra=of_request(request_ids[id]))
+        self._log_ends(rows, request_ids)
         return rows
 
     def end_epoch(self) -> None:
@@ -150,6 +176,35 @@ class Engine:
         """Forget all cached blocks."""
         logger.info("the prefix cache is reset")
         self._core.reset_prefix_cache()
+
+    def add_adapter(self, name: str, path: str, *, replaces: bool = False) -> int | str:
+        """Have an adapter loaded. Return the number by which `finish_load` is told how that went, or why it is not."""
+        return self._core.add_adapter(name, path, replaces=replaces)
+
+    def remove_adapter(self, name: str) -> str:
+        """Let no new request name an adapter. Return why that cannot be done; empty if it was."""
+        error = self._core.remove_adapter(name)
+        if not error:
+            logger.info("the adapter %s is removed", name)
+        return error
+
+    def finish_load(self, answer: AdapterLoaded | AdapterRefused) -> list[ProgressRow]:
+        """Apply a worker's answer. Return the last rows of the requests that cannot go on without that adapter."""
+        request_ids, before = self._core.request_ids, self.adapters
+        if isinstance(answer, AdapterLoaded):
+            rows = self._core.adapter_loaded(answer.adapter, answer.digest)
+        else:
+            rows = self._core.adapter_refused(answer.adapter, answer.detail)
+            logger.warning("an adapter cannot be loaded: %s", answer.detail)
+        for adapter in self.adapters:
+            if adapter not in before:
+                logger.info("the adapter %s is loaded from %s", adapter.name, adapter.path)
+        self._log_ends(rows, request_ids)
+        return rows
+
+    def take_adapter_messages(self) -> list[LoadAdapter | UnloadAdapter]:
+        """Return what the worker has to be told about adapters before the next plan."""
+        return self._core.take_adapter_messages()
 
     def drain(self) -> None:
         """Accept no new requests from now on."""
@@ -164,6 +219,12 @@ class Engine:
     def request_ids(self) -> dict[int, str]:
         """The ids that clients see of all requests that have not ended, by their ids here."""
         return self._core.request_ids
+
+    def _log_ends(self, rows: Iterable[ProgressRow], request_ids: Mapping[int, str]) -> None:
+        """Log the requests that the engine has ended, one line for all samples of each."""
+        ended = {row.id: row.detail for row in rows if row.finish_reason is not None}
+        for id, detail in ended.items():
+            logger.error("a request is ended: %s", detail, extra=of_request(request_ids[id]))
 
     def _log_scheduling(self, rows: Iterable[ProgressRow]) -> None:
         """Log the rows that say how a sequence is treated: when it has run for the first time, or again."""

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
+from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,6 +27,8 @@ from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
+    AdapterAnswer,
+    AddAdapter,
     Heartbeat,
     Hello,
     PrefixCacheReset,
@@ -33,6 +36,7 @@ from shared.protocol import (
     ProgressRow,
     Refusal,
     Refused,
+    RemoveAdapter,
     ResetPrefixCache,
     Status,
     Submit,
@@ -110,6 +114,16 @@ class Reset(Struct, frozen=True):
     id: int  # by which the gateway knows the answer
 
 
+class AdapterRequest(Struct, frozen=True):
+    """A gateway's demand to add or remove an adapter."""
+
+    gateway: Gateway
+    message: AddAdapter | RemoveAdapter
+
+
+GatewayRequest: TypeAlias = Submit | Abort | Reset | AdapterRequest
+
+
 class Gateways:
     """The gateways' side of the scheduler. `short_of_cpu` tells whether the scheduler is short of CPU."""
 
@@ -127,10 +141,10 @@ class Gateways:
         """True if nothing waits to be sent."""
         return not any(gateway.has_unsent for gateway in self._gateways.values())
 
-    def receive(self, max_messages: int, now: float) -> list[Submit | Abort | Reset]:
-        """Read at most `max_messages`. Return the requests and aborts among them under the engine's ids, and resets."""
+    def receive(self, max_messages: int, now: float) -> list[GatewayRequest]:
+        """Read at most `max_messages`. Return what they ask of the engine, with requests under the engine's ids."""
         self._drop_disconnected()
-        requests: list[Submit | Abort | Reset] = []
+        requests: list[GatewayRequest] = []
         size = 0
         for _ in range(max_messages):
             if size > MAX_TURN_BYTES or (message := self._listener.receive()) is None:
@@ -155,6 +169,10 @@ class Gateways:
     def confirm(self, reset: Reset) -> None:
         """Queue the news for its gateway that the prefix cache was reset."""
         reset.gateway.outbox.append(encode(PrefixCacheReset(reset.id)))
+
+    def answer_adapter(self, request: AdapterRequest, error: str) -> None:
+        """Queue the answer for its gateway: why the adapters were not changed, or an empty text if they were."""
+        request.gateway.outbox.append(encode(AdapterAnswer(request.message.id, error)))
 
     def refuse(self, refused: Refused) -> None:
         """Forget a request that the engine refused, and queue the refusal for its gateway."""
@@ -213,7 +231,7 @@ class Gateways:
             if gateway.stuck_since is not None:
                 gateway.stuck_since += seconds
 
-    def _handle(self, message: Message, now: float) -> Submit | Abort | Reset | None:
+    def _handle(self, message: Message, now: float) -> GatewayRequest | None:
         gateway = self._gateways.get(message.peer)
         try:
             content = decode_from_gateway(message.body)
@@ -238,6 +256,8 @@ class Gateways:
                 return self._abort(gateway, content)
             case ResetPrefixCache():
                 return Reset(gateway, content.id)
+            case AddAdapter() | RemoveAdapter():
+                return AdapterRequest(gateway, content)
 
     def _handle_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         identity = heartbeat.identity.encode()

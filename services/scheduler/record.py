@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from services.scheduler.core import Limits
 from shared.errors import ConfigError
-from shared.protocol import VERSION, Epoch, StepPlan, StepResult, Submit, encode
+from shared.protocol import VERSION, AdapterLoaded, AdapterRefused, Epoch, StepPlan, StepResult, Submit, encode
 
 MAGIC = b"quire record 2\n"
 LENGTH_BYTES = 4
@@ -49,6 +49,10 @@ class Began(Struct, frozen=True, array_like=True, tag=1):
     num_blocks: int
     step_seconds: float = 0.0
     token_seconds: float = 0.0
+    num_host_blocks: int = 0
+    swap_seconds: float = 0.0
+    max_loras: int = 0
+    max_cpu_loras: int = 0
 
 
 class Submitted(Struct, frozen=True, array_like=True, tag=2):
@@ -118,7 +122,37 @@ class Reset(Struct, frozen=True, array_like=True, tag=10):
     now: float
 
 
-Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained | Left | Reset
+class AdapterAdded(Struct, frozen=True, array_like=True, tag=11):
+    """`add_adapter`."""
+
+    now: float
+    name: str
+    path: str
+    replaces: bool
+
+
+class AdapterRemoved(Struct, frozen=True, array_like=True, tag=12):
+    """`remove_adapter`."""
+
+    now: float
+    name: str
+
+
+class AdapterAnswered(Struct, frozen=True, array_like=True, tag=13):
+    """`adapter_loaded` or `adapter_refused`."""
+
+    now: float
+    answer: AdapterLoaded | AdapterRefused
+
+
+class AdapterMessagesTaken(Struct, frozen=True, array_like=True, tag=14):
+    """`take_adapter_messages`, if there were any: the core no longer has them."""
+
+    now: float
+
+
+AdapterInput = AdapterAdded | AdapterRemoved | AdapterAnswered | AdapterMessagesTaken
+Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained | Left | Reset | AdapterInput
 Entry = Input | Ended
 
 _encoder = msgspec.msgpack.Encoder()

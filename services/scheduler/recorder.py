@@ -29,6 +29,10 @@ from services.scheduler.core.state import dump_state
 from services.scheduler.record import (
     MAGIC,
     Aborted,
+    AdapterAdded,
+    AdapterAnswered,
+    AdapterMessagesTaken,
+    AdapterRemoved,
     Began,
     Committed,
     CommittedEncoded,
@@ -47,7 +51,20 @@ from services.scheduler.record import (
     state_digest,
 )
 from shared.errors import ConfigError
-from shared.protocol import VERSION, Epoch, ProgressRow, Refused, StepPlan, StepResult, Submit, encode
+from shared.protocol import (
+    VERSION,
+    AdapterLoaded,
+    AdapterRefused,
+    Epoch,
+    LoadAdapter,
+    ProgressRow,
+    Refused,
+    StepPlan,
+    StepResult,
+    Submit,
+    UnloadAdapter,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +230,20 @@ class RecordedScheduler(Scheduler):
         self.encoded_plan = b""  # the last plan, so that it need not be encoded again to be sent
         recorder.begin(self)
 
-    def begin_epoch(self, epoch: Epoch, num_blocks: int, step_seconds: float = 0.0, token_seconds: float = 0.0) -> None:
-        self._record(Began(self._recorder.clock(), epoch, num_blocks, step_seconds, token_seconds))
-        super().begin_epoch(epoch, num_blocks, step_seconds, token_seconds)
+    def begin_epoch(
+        self,
+        epoch: Epoch,
+        num_blocks: int,
+        step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+        num_host_blocks: int = 0,
+        swap_seconds: float = 0.0,
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
+    ) -> None:
+        measured = (step_seconds, token_seconds, num_host_blocks, swap_seconds, max_loras, max_cpu_loras)
+        self._record(Began(self._recorder.clock(), epoch, num_blocks, *measured))
+        super().begin_epoch(epoch, num_blocks, *measured)
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         self._record(Lost(now, out_of_memory))
@@ -264,6 +292,27 @@ class RecordedScheduler(Scheduler):
         else:
             self._record(Committed(now, result))
         return super().commit(result)
+
+    def add_adapter(self, name: str, path: str, *, replaces: bool = False) -> int | str:
+        self._record(AdapterAdded(self._recorder.clock(), name, path, replaces))
+        return super().add_adapter(name, path, replaces=replaces)
+
+    def remove_adapter(self, name: str) -> str:
+        self._record(AdapterRemoved(self._recorder.clock(), name))
+        return super().remove_adapter(name)
+
+    def adapter_loaded(self, number: int, digest: str) -> list[ProgressRow]:
+        self._record(AdapterAnswered(self._recorder.clock(), AdapterLoaded(number, digest)))
+        return super().adapter_loaded(number, digest)
+
+    def adapter_refused(self, number: int, detail: str) -> list[ProgressRow]:
+        self._record(AdapterAnswered(self._recorder.clock(), AdapterRefused(number, detail)))
+        return super().adapter_refused(number, detail)
+
+    def take_adapter_messages(self) -> list[LoadAdapter | UnloadAdapter]:
+        if self._adapters.has_messages:  # the service asks in each turn
+            self._record(AdapterMessagesTaken(self._recorder.clock()))
+        return super().take_adapter_messages()
 
     def reset_prefix_cache(self) -> None:
         self._record(Reset(self._recorder.clock()))

@@ -16,6 +16,10 @@ MAX_STEP_SECONDS = 600.0
 """Maximum seconds for a step of one token, or for one more token. A slower worker would serve nobody."""
 
 
+MAX_LORAS = 65_536
+"""Maximum adapters, in slots or in host memory, that are believed."""
+
+
 class Registration:
     """A worker, from its `Register` to the end of its connection."""
 
@@ -65,10 +69,13 @@ def incompatibility(register: Register) -> str:
         return f"it is rank {register.rank} of {register.world_size}, but an engine has one worker"
     if register.kv_bytes_per_token < 1 or register.model.max_positions < 2 or register.model.vocab_size < 1:
         return "what it says of its model cannot be"
-    if max(register.kv_bytes_per_token, register.kv_memory) > MAX_MEMORY:
-        return f"it says to have {register.kv_memory} bytes for KV, {register.kv_bytes_per_token} for a token"
+    if max(register.kv_bytes_per_token, register.kv_memory, register.host_kv_memory) > MAX_MEMORY:
+        memory = f"{register.kv_memory} bytes for KV and {register.host_kv_memory} on its host"
+        return f"it says to have {memory}, {register.kv_bytes_per_token} for a token"
     if max(register.step_seconds, register.token_seconds) > MAX_STEP_SECONDS:
         return f"it says to need {register.step_seconds:g} s for a step, {register.token_seconds:g} s for a token"
+    if register.max_loras > register.max_cpu_loras or register.max_cpu_loras > MAX_LORAS:
+        return f"it says to have slots for {register.max_loras} adapters, and memory for {register.max_cpu_loras}"
     return ""
 
 

@@ -7,6 +7,10 @@ from services.scheduler.core import Scheduler
 from services.scheduler.core.state import dump_state, load_state
 from services.scheduler.record import (
     Aborted,
+    AdapterAdded,
+    AdapterAnswered,
+    AdapterMessagesTaken,
+    AdapterRemoved,
     Began,
     Committed,
     Drained,
@@ -22,7 +26,7 @@ from services.scheduler.record import (
     state_digest,
 )
 from shared.errors import ConfigError, ProtocolError, ReplayFailure
-from shared.protocol import ProgressRow, Refused, StepPlan
+from shared.protocol import AdapterLoaded, AdapterRefused, ProgressRow, Refused, StepPlan
 
 Outcome = StepPlan | Refused | list[ProgressRow] | None
 
@@ -69,8 +73,9 @@ def replay(record: Record, core: Scheduler) -> Iterator[Replayed]:
 
 def _apply(core: Scheduler, entry: Input) -> Outcome:
     match entry:
-        case Began(_, epoch, num_blocks, step_seconds, token_seconds):
-            core.begin_epoch(epoch, num_blocks, step_seconds, token_seconds)
+        case Began(_, epoch, num_blocks):
+            sizes = (entry.num_host_blocks, entry.swap_seconds, entry.max_loras, entry.max_cpu_loras)
+            core.begin_epoch(epoch, num_blocks, entry.step_seconds, entry.token_seconds, *sizes)
         case Submitted(now, request):
             return core.submit(request, now)
         case Aborted(_, id, sample):
@@ -90,6 +95,16 @@ def _apply(core: Scheduler, entry: Input) -> Outcome:
             core.reset_prefix_cache()
         case Drained():
             core.drain()
+        case AdapterAdded(_, name, path, replaces):
+            core.add_adapter(name, path, replaces=replaces)
+        case AdapterRemoved(_, name):
+            core.remove_adapter(name)
+        case AdapterAnswered(_, AdapterLoaded(number, digest)):
+            return core.adapter_loaded(number, digest)
+        case AdapterAnswered(_, AdapterRefused(number, detail)):
+            return core.adapter_refused(number, detail)
+        case AdapterMessagesTaken():
+            core.take_adapter_messages()
     return None
 
 

@@ -19,18 +19,31 @@ from collections.abc import Collection, Sequence
 import zmq
 from msgspec.structs import replace
 
+from services.scheduler.adapter_loads import AdapterLoads
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
 from services.scheduler.exporter import WorkerMetrics
-from services.scheduler.gateways import Gateways, Reset
+from services.scheduler.gateways import AdapterRequest, GatewayRequest, Gateways, Reset
+from services.scheduler.lora_modules import parse_lora_modules
 from services.scheduler.throughput import Throughput
-from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
+from services.scheduler.workers import WorkerAdapter, WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
 from shared.admin import DrainState
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
 from shared.liveness import STALL
 from shared.log_format import of_requests
-from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, Submit
+from shared.protocol import (
+    Abort,
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
+    Refusal,
+    Refused,
+    Register,
+    Snapshot,
+    Status,
+    Submit,
+)
 from shared.transport import Listener
 
 logger = logging.getLogger(__name__)
@@ -50,6 +63,9 @@ FLOOD_CHECK_INTERVAL = 0.05
 """Minimum seconds between two checks for peers that send faster than the loop reads."""
 
 
+NOT_STARTED = "the engine has not started yet"
+
+
 class Service:
     """An engine behind two sockets. `run` returns after `stop`, when every message has left."""
 
@@ -63,6 +79,8 @@ class Service:
         self._heartbeats = HeartbeatSender(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
         self._gateways = Gateways(gateways, self._heartbeats.short_of_cpu)
         self._workers = Workers(workers, config.worker_timeout, self._heartbeats.short_of_cpu)
+        self._adapter_loads = AdapterLoads(parse_lora_modules(config.lora_modules), self._gateways)
+        self._told_adapters: list[AdapterInfo] = []  # that gateways know
         self._listeners = (gateways, workers)
         self._poller = zmq.Poller()
         for listener in (workers, gateways):
@@ -97,7 +115,11 @@ class Service:
         self.drain()
 
     def run(self) -> None:
-        """Serve until stopped. Raise `ConfigError` if the first worker's memory is too small for the settings."""
+        """Serve until stopped.
+
+        Raise `ConfigError` if the first worker's memory is too small for the settings, or cannot load an adapter that
+        they name.
+        """
         with self._heartbeats:
             while not self._should_end(time.monotonic()):
                 self._loop.begin_wait()
@@ -119,6 +141,7 @@ class Service:
         self._release_worker(now)
         self._configure_worker(now)
         if requests and self.engine is not None:
+            self._welcome_changed_adapters(self.engine)
             self._send_plans(self.engine, now)
         was_idle, self._was_idle = self._was_idle, not self._unfinished
         if self._was_idle:
@@ -146,7 +169,10 @@ class Service:
                 case WorkerResult():
                     self._commit(engine, event, now)
                 case WorkerReady():
+                    self._adapter_loads.begin(engine)
                     self._welcome(engine, now)
+                case WorkerAdapter(answer):
+                    self._finish_load(engine, answer, now)
                 case WorkerLost(out_of_memory, seconds):
                     self.worker_metrics.note_loss(seconds, now, busy=bool(engine.unfinished))
                     rows = engine.lose_worker(now, out_of_memory=out_of_memory)
@@ -163,28 +189,55 @@ class Service:
             self.worker_metrics.note_result(now)
             self._gateways.deliver(rows, engine.unfinished)
 
+    def _finish_load(self, engine: Engine, answer: AdapterLoaded | AdapterRefused, now: float) -> None:
+        was_starting = self._adapter_loads.starting
+        self._gateways.deliver(self._adapter_loads.finish(engine, answer), engine.unfinished)
+        if was_starting:
+            self._welcome(engine, now)
+        else:
+            self._welcome_changed_adapters(engine)
+
     def _welcome(self, engine: Engine, now: float) -> None:
+        """Tell gateways that the engine is ready, unless adapters of the start are not loaded yet."""
+        if self._adapter_loads.starting or not self._workers.ready:
+            return
+        self._told_adapters = engine.adapters
         name, num_blocks, max_model_len = self._config.engine, engine.snapshot.blocks, engine.limits.max_model_len
         logger.info("engine %s is ready: %d blocks, max_model_len %d", name, num_blocks, max_model_len)
         self._gateways.welcome(engine.welcome)
         self._tick(now)
 
+    def _welcome_changed_adapters(self, engine: Engine) -> None:
+        """Tell gateways which adapters requests can name, if that has changed."""
+        if not self._adapter_loads.starting and engine.adapters != self._told_adapters:
+            self._told_adapters = engine.adapters
+            self._gateways.welcome(engine.welcome)
+
     def _send_plans(self, engine: Engine, now: float) -> None:
         if self._may_release(engine, now):
             return
-        while self._workers.ready and (plan := engine.plan(now)) is not None:
+        while self._workers.ready:
+            plan = engine.plan(now)
+            for message in engine.take_adapter_messages():
+                self._workers.send_adapter(message)
+            if plan is None:
+                return
             self._workers.send(plan, engine.encode(plan), now)
 
-    def _handle_request(self, request: Submit | Abort | Reset, now: float) -> None:
+    def _handle_request(self, request: GatewayRequest, now: float) -> None:
         engine = self.engine
         if isinstance(request, Reset):
             if engine is not None:
                 engine.reset_prefix_cache()
             self._gateways.confirm(request)
+        elif isinstance(request, AdapterRequest):
+            if engine is not None:
+                self._adapter_loads.handle(engine, request)
+            else:
+                self._gateways.answer_adapter(request, NOT_STARTED)
         elif engine is None:
             if isinstance(request, Submit):
-                reason = "the engine has not started yet"
-                self._gateways.refuse(Refused(request.id, Refusal.NOT_READY, reason))
+                self._gateways.refuse(Refused(request.id, Refusal.NOT_READY, NOT_STARTED))
         elif isinstance(request, Abort):
             self._gateways.deliver(engine.abort(request.id, request.sample), engine.unfinished)
         elif (refused := engine.submit(request, now)) is not None:

@@ -21,16 +21,20 @@ from services.scheduler.deadlines import Deadlines
 from services.scheduler.registration import Registration, incompatibility
 from shared.errors import ProtocolError
 from shared.protocol import (
+    AdapterLoaded,
+    AdapterRefused,
     Configure,
     Configured,
     Epoch,
     Fault,
     Heartbeat,
     Leave,
+    LoadAdapter,
     Register,
     StepPlan,
     StepResult,
     Stop,
+    UnloadAdapter,
     decode_from_worker,
     encode,
 )
@@ -67,7 +71,13 @@ class WorkerResult(Struct, frozen=True):
     encoded: bytes
 
 
-WorkerEvent: TypeAlias = WorkerResult | WorkerReady | WorkerLost
+class WorkerAdapter(Struct, frozen=True):
+    """The active worker has answered `LoadAdapter`."""
+
+    answer: AdapterLoaded | AdapterRefused
+
+
+WorkerEvent: TypeAlias = WorkerResult | WorkerReady | WorkerLost | WorkerAdapter
 
 
 class ActiveWorker(Struct):
@@ -171,6 +181,11 @@ class Workers:
             self._active.deadlines.note_sent(plan.step, sum(row.count for row in plan.rows), now)
             self._send_encoded(self._active.worker.identity, encoded)
 
+    def send_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Hand a message about an adapter to the active worker, before the plans that are sent later."""
+        if self._active is not None:
+            self._send(self._active.worker.identity, message)
+
     def give_up(self, reason: str) -> None:
         """End the process of the active worker. `receive` will return that it is lost."""
         if self._active is not None:
@@ -245,7 +260,13 @@ class Workers:
         worker.close()
         self._send(worker.identity, Stop())
 
-    def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, encoded: bytes, now: float) -> None:
+    def _handle_answer(
+        self,
+        active: ActiveWorker,
+        answer: Configured | StepResult | AdapterLoaded | AdapterRefused,
+        encoded: bytes,
+        now: float,
+    ) -> None:
         active.worker.liveness.note_message(now)
         deadlines = active.deadlines
         match answer:
@@ -255,6 +276,8 @@ class Workers:
             case StepResult(epoch=active.epoch, step=deadlines.awaited_step):
                 deadlines.note_result(answer.seconds, now)
                 self._events.append(WorkerResult(answer, encoded))
+            case AdapterLoaded() | AdapterRefused():  # the core knows which it awaits
+                self._events.append(WorkerAdapter(answer))
             case _:
                 self._drop(DropReason.UNEXPECTED)
                 logger.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
@@ -307,7 +330,7 @@ class Workers:
         """Count a message that is dropped."""
         self._listener.dropped[reason] += 1
 
-    def _send(self, identity: bytes, content: Configure | Stop) -> None:
+    def _send(self, identity: bytes, content: Configure | Stop | LoadAdapter | UnloadAdapter) -> None:
         self._send_encoded(identity, encode(content))
 
     def _send_encoded(self, identity: bytes, message: bytes) -> None:

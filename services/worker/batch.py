@@ -5,13 +5,16 @@ A row may have one token or a thousand: nothing here tells prefill from decode.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kernels.batch_rows import BatchRows, RowLengths
+from kernels.lora import LoraSegments
 from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs
 from services.worker.sequence_states import Ints, SequenceStates, StateChanges
+from services.worker.transfers import Section, StepBuffer
 from shared.protocol import Row
 
 
@@ -49,6 +52,35 @@ def build_batch(rows: Sequence[Row]) -> Batch:
     slots, starts, counts, samples = np.ascontiguousarray(columns.T)
     offsets = np.concatenate((np.zeros(1, np.int64), counts.cumsum()))
     return Batch(slots, starts, counts, samples, offsets)
+
+
+class StagedSegments(NamedTuple):
+    """`LoraSegments` of a step, in a buffer that goes to the device."""
+
+    slots: Section
+    offsets: Section
+    longest: int
+
+    @property
+    def segments(self) -> LoraSegments:
+        """The segments on the device, after the buffer was sent."""
+        return LoraSegments(self.slots.tensor, self.offsets.tensor, self.longest)
+
+
+def sort_by_adapter(rows: Sequence[Row], states: SequenceStates) -> Sequence[Row]:
+    """Return the rows in an order in which those of one adapter lie side by side, after those that use none."""
+    return sorted(rows, key=lambda row: int(states.adapter_slot[row.slot]))
+
+
+def stage_segments(batch: Batch, states: SequenceStates, buffer: StepBuffer) -> StagedSegments | None:
+    """Add the tokens of `batch` that use adapters to `buffer`. Return None if none does."""
+    by_row = states.adapter_slot[batch.slots]
+    first = np.searchsorted(by_row, 0)
+    if first == len(by_row):
+        return None
+    slots, begins = np.unique(by_row[first:], return_index=True)
+    offsets = np.append(batch.offsets[first + begins], batch.num_tokens)
+    return StagedSegments(buffer.add(slots), buffer.add(offsets), int(np.diff(offsets).max()))
 
 
 def prepare_inputs(rows: BatchRows, num_tokens: int, states: SequenceStates, num_kv_heads: int, ops: Ops) -> Inputs:

@@ -20,6 +20,7 @@ from shared.config import (
     ModelConfig,
     ZmqKeys,
 )
+from shared.errors import ConfigError
 
 
 class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
@@ -32,6 +33,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     insecure: Insecure = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Device to run on; auto takes a GPU if there is one.")
+    ] = "auto"
+    instruction_set: Annotated[
+        Literal["auto", "amx", "avx512_bf16", "avx512", "avx_vnni", "avx2", "none"],
+        Meta(
+            description="Instruction set that the kernels use on a CPU; auto: the best that it has; none: plain torch "
+            "operations instead of kernels."
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
@@ -82,6 +90,15 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "Quire's own."
         ),
     ] = False
+    enable_lora: Annotated[bool, Meta(description="Take adapters (LoRA), which requests can name.")] = False
+    max_loras: Annotated[int, Meta(ge=1, le=1024, description="Adapters that the requests of one step may use.")] = 1
+    max_lora_rank: Annotated[
+        int, Meta(ge=1, le=512, description="Largest rank of an adapter; memory is taken for it.")
+    ] = 16
+    max_cpu_loras: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Adapters kept in the host's memory, at least max-loras; unset: as many as those."),
+    ] = None
     max_model_len: MaxModelLen = None
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxNumBatchedTokens = None
@@ -95,6 +112,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     kv_cache_memory: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="GiB for KV; unset: what gpu-memory-utilization leaves, or a share of the host's memory."),
+    ] = None
+    swap_space: Annotated[
+        Annotated[float, Meta(ge=0, le=65_536)] | None,
+        Meta(
+            description="GiB of host memory for the KV of preempted sequences and of prefixes that the device has no "
+            "room for; 0: none; unset: 4, but at most an eighth of the free memory."
+        ),
     ] = None
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -122,3 +146,12 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     supervisor_address: Annotated[
         str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
     ] = ""
+
+    def __post_init__(self) -> None:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"--max-cpu-loras {self.max_cpu_loras} is less than --max-loras {self.max_loras}")
+
+    @property
+    def num_host_adapters(self) -> int:
+        """The adapters that host memory may hold."""
+        return self.max_cpu_loras or self.max_loras

@@ -19,6 +19,10 @@ class WorkerInfo(Struct, frozen=True):
     kv_memory: int  # bytes that may hold KV
     step_seconds: float  # the fixed cost of a step, measured
     token_seconds: float  # the cost of one more token in a step, measured
+    host_kv_memory: int = 0  # bytes of host memory that may hold KV
+    swap_bytes_per_second: float = 0.0  # of copies to host memory or back, whichever is slower, measured
+    max_loras: int = 0  # slots of adapters; 0: it takes none
+    max_cpu_loras: int = 0  # adapters in host memory
 
 
 class OutOfMemory(RuntimeError):
@@ -47,3 +51,13 @@ class Runner(Protocol):
     def configure(self, message: Configure) -> None: ...
     def launch(self, plan: StepPlan) -> PendingStep:
         """Let the device compute a step. Raise OutOfMemory if it has too little memory for it."""
+
+    def load_adapter(self, adapter: int, path: str) -> str:
+        """Read the adapter in the folder `path` into host memory, and return the digest of its files.
+
+        Plans of this epoch can name it afterwards. Raise ModelError if it does not fit the model. It may be called in
+        another thread than `launch`, but not during `configure`, which forgets all adapters.
+        """
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Drop an adapter, which no plan names any more, from host memory. Any thread may call it."""

@@ -1,4 +1,4 @@
-"""The memory that KV may take, in bytes. The scheduler computes the number of blocks from it."""
+"""The memory that KV may take, in bytes. The scheduler computes the numbers of blocks from it."""
 
 import logging
 
@@ -18,6 +18,17 @@ HOST_SHARE = 0.25
 
 The workers of one machine divide the share among them, since each of them may measure the same free memory.
 """
+
+SWAP_MAXIMUM = 4 * GIB
+SWAP_SHARE = 0.125
+"""Swapped blocks take this share of the host's free memory, at most `SWAP_MAXIMUM` bytes, unless the user sets that."""
+
+
+def host_kv_memory(config: WorkerConfig) -> int:
+    """Return the bytes of host memory for swapped blocks. Unless a GPU's are pinned, they are taken as needed."""
+    if config.swap_space is not None:
+        return int(config.swap_space * GIB)
+    return min(SWAP_MAXIMUM, int(available_memory() * SWAP_SHARE / config.local_world_size))
 
 
 def kv_memory(config: WorkerConfig, device: torch.device, needed: StepMemory | None) -> int:

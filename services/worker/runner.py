@@ -7,7 +7,7 @@ tunes the process.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,11 +21,19 @@ from kernels.batch_rows import BatchRows, RowLengths
 from kernels.layout import KVLayout
 from kernels.load import report_compilations
 from kernels.ops import Ops
-from services.worker.batch import Batch, build_batch, prepare_inputs
+from services.worker.batch import (
+    Batch,
+    StagedSegments,
+    build_batch,
+    prepare_inputs,
+    sort_by_adapter,
+    stage_segments,
+)
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
+from services.worker.host_blocks import HostBlocks, measure_bandwidth
 from services.worker.interface import OutOfMemory, WorkerInfo
-from services.worker.kv_memory import kv_memory
+from services.worker.kv_memory import host_kv_memory, kv_memory
 from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
 from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
 from services.worker.models.load import LoadedModel
@@ -64,6 +72,7 @@ class _EpochState:
     layout: KVLayout
     storage: Tensor
     caches: list[tuple[Tensor, Tensor]]
+    host_blocks: HostBlocks
     sequences: SequenceStates
     sampler: Sampler
     masks: TokenMasks
@@ -82,9 +91,11 @@ class _StagedStep(NamedTuple):
 
     changes: StateChanges
     block_copies: Section | None
+    adapter_slots: Sequence[tuple[int, int]]  # (slot, adapter) that it holds from now on
     batch: Batch | None
     rows: BatchRows | None  # of the batch; padded to `graph_size`
     graph_size: int  # rows of the graph that the batch runs in; 0: none
+    adapters: StagedSegments | None  # the tokens of the batch that use them
     sampling: _Sampling | None
 
 
@@ -112,12 +123,15 @@ class ModelRunner:
         self.device = device
         self._ops = ops
         self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
+        self._adapters = loaded.adapters
         self._state: _EpochState | None = None
         self._sizes: Configure | None = None
         self._new_capture: Callable[[], Capture] | None = None
         self._load_compiler = load_compiler
         self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
+        host_memory = host_kv_memory(config)
+        bandwidth = measure_bandwidth(self._layout(block_size=16), device, ops) if host_memory else 0.0
         needed = self._measure_memory(config, new_capture) if device.type == "cuda" else None
         self._state = self._sizes = None
         self._new_capture = new_capture
@@ -128,6 +142,10 @@ class ModelRunner:
             kv_memory=kv_memory(config, device, needed),
             step_seconds=measured.step_seconds,
             token_seconds=measured.token_seconds,
+            host_kv_memory=host_memory,
+            swap_bytes_per_second=bandwidth,
+            max_loras=config.max_loras if self._adapters else 0,
+            max_cpu_loras=config.num_host_adapters if self._adapters else 0,
         )
 
     @property
@@ -135,7 +153,11 @@ class ModelRunner:
         return self._info
 
     def configure(self, message: Configure) -> None:
-        """Begin an epoch: drop all sequences and KV. Memory and graphs of another epoch with these sizes are kept."""
+        """Begin an epoch: drop all sequences, KV and adapters. Memory and graphs of another epoch with these sizes are
+        kept.
+        """
+        if self._adapters:
+            self._adapters.clear()
         sizes = replace(message, epoch=Epoch("", 0))
         if self._state is not None and self._sizes == sizes:
             self._state.sequences.clear()
@@ -169,10 +191,21 @@ class ModelRunner:
         tokens = sum(row.count for row in plan.rows)
         with _naming_settings(f"in a step of {tokens} tokens and {len(plan.rows)} sequences"):
             self._state.masks.update(plan)
-            outputs = self._compute(self._stage(plan, self._state), self._state)
+            outputs = self._compute(self._stage(plan, self._state), plan, self._state)
             step = LaunchedStep(plan, outputs, timer)
             self._state.masks.expect(outputs.slots, step)
             return step
+
+    def load_adapter(self, adapter: int, path: str) -> str:
+        """Read the adapter in the folder `path`, and return the digest of its files. See `Runner`."""
+        if self._adapters is None:
+            raise ModelError(f"{path}: this worker takes no adapters without --enable-lora")
+        return self._adapters.load(adapter, path)
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Drop an adapter from host memory. See `Runner`."""
+        if self._adapters:
+            self._adapters.unload(adapter)
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
@@ -184,7 +217,9 @@ class ModelRunner:
             torch.get_num_threads(),
             pin_memory=self.device.type == "cuda",
         )
-        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops), masks)
+        host_blocks = HostBlocks(layout, message.num_host_blocks, self.device, self._ops)
+        sampler = Sampler(sequences, self._ops)
+        return _EpochState(layout, storage, layout.views(storage), host_blocks, sequences, sampler, masks)
 
     def _layout(self, block_size: int) -> KVLayout:
         shape = self._model.shape
@@ -199,7 +234,7 @@ class ModelRunner:
         assert self._state is not None
         allocated = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.launch(largest_plan(sizes)).result()
+        self.launch(largest_plan(sizes, adapters=self._adapters is not None)).result()
         activations = torch.cuda.max_memory_allocated(self.device) - allocated
         torch.cuda.empty_cache()
         graphs = self._measure_graphs(self._state, new_capture(), config.max_num_seqs) if new_capture else 0
@@ -227,7 +262,7 @@ class ModelRunner:
         """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
         began = time.perf_counter()
         report_compilations(None)  # these are meant to be
-        for plan in kernel_plans(sizes, self._model.shape.vocab_size):
+        for plan in kernel_plans(sizes, self._model.shape.vocab_size, adapters=self._adapters is not None):
             self.launch(plan)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -248,10 +283,11 @@ class ModelRunner:
         """Collect what `plan` says in one buffer."""
         buffer = StepBuffer(self.device)
         changes = state.sequences.stage(plan, buffer)
-        batch, rows, graph_size, sampling = None, None, 0, None
+        batch, rows, graph_size, adapters, sampling = None, None, 0, None, None
         if plan.rows:
-            batch = build_batch(plan.rows)
-            graph_size = self._graphs.size_for(batch) if self._graphs else 0
+            batch = build_batch(sort_by_adapter(plan.rows, state.sequences) if self._adapters else plan.rows)
+            adapters = stage_segments(batch, state.sequences, buffer) if self._adapters else None
+            graph_size = self._graphs.size_for(batch) if self._graphs and not adapters else 0
             rows = batch.stage(state.sequences, changes, padded_to=graph_size)
             if batch.samples.any():
                 last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
@@ -259,27 +295,37 @@ class ModelRunner:
                 logprobs = stage_logprobs(tokens.batch, state.sequences, buffer)
                 sampling = _Sampling(last_tokens, tokens, logprobs)
         copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
-        return _StagedStep(changes, copies, batch, rows, graph_size, sampling)
+        return _StagedStep(changes, copies, plan.adapter_slots, batch, rows, graph_size, adapters, sampling)
 
-    def _compute(self, step: _StagedStep, state: _EpochState) -> StepOutputs:
+    def _compute(self, step: _StagedStep, plan: StepPlan, state: _EpochState) -> StepOutputs:
         """Launch all of a step, in the order that `StepPlan` demands."""
         outputs = StepOutputs()
         step.changes.apply(self._ops)
+        state.host_blocks.swap_out(state.storage, plan.swap_out)
         if step.block_copies:
             self._ops.copy_blocks(state.storage, *step.block_copies.tensor)
+        state.host_blocks.swap_in(state.storage, plan.swap_in)
+        for slot, adapter in step.adapter_slots:
+            if self._adapters is None:
+                raise RuntimeError("a plan names an adapter, and this worker takes none")
+            self._adapters.put(slot, adapter)
         if step.batch and step.rows:
             if self._graphs and step.graph_size:
                 hidden = self._graphs.run(step.graph_size)
             else:
-                hidden = self._forward(step.rows, step.batch.num_tokens, state)
+                hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters)
             outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
             if step.sampling:
                 self._sample(hidden, step.sampling, state, outputs)
         return outputs
 
-    def _forward(self, rows: BatchRows, num_tokens: int, state: _EpochState) -> Tensor:
+    def _forward(
+        self, rows: BatchRows, num_tokens: int, state: _EpochState, adapters: StagedSegments | None = None
+    ) -> Tensor:
         """Return the hidden states (T, H) of the tokens of `rows`."""
         inputs = prepare_inputs(rows, num_tokens, state.sequences, state.layout.num_kv_heads, self._ops)
+        if adapters:
+            inputs = inputs._replace(lora=adapters.segments)
         return self._model.forward(inputs, state.caches)
 
     def _sample(self, hidden: Tensor, sampling: _Sampling, state: _EpochState, outputs: StepOutputs) -> None:

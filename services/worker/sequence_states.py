@@ -50,6 +50,7 @@ class SequenceStates:
         self.num_logprobs, self.num_prompt_logprobs = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
         self.has_logit_bias, self.has_penalties = np.zeros(slots, bool), np.zeros(slots, bool)
         self.has_mask = np.zeros(slots, bool)
+        self.adapter_slot = np.full(slots, -1, np.int64)  # of the sequence's adapter; -1: it uses none
         self.sampling: list[Sampling | None] = [None] * slots
 
     def clear(self) -> None:
@@ -89,7 +90,7 @@ class SequenceStates:
         slot = sequence.slot
         changes.write(self.tokens[slot], np.frombuffer(sequence.tokens, "<i4"))
         changes.write(self.block_tables[slot], np.array(sequence.blocks, np.int32))
-        self.prompt_len[slot] = sequence.prompt_len
+        self.prompt_len[slot], self.adapter_slot[slot] = sequence.prompt_len, sequence.adapter_slot
         self._set_sampling(slot, sequence.sampling, sequence.sample)
 
     def _fork(self, fork: Fork, length: int, changes: "StateChanges") -> None:
@@ -99,7 +100,10 @@ class SequenceStates:
         for slot, sample in fork.children:
             changes.copy(self.tokens[slot], self.tokens[fork.parent], length)
             changes.copy(self.block_tables[slot], self.block_tables[fork.parent], self.block_tables.shape[1])
-            self.prompt_len[slot] = self.prompt_len[fork.parent]
+            self.prompt_len[slot], self.adapter_slot[slot] = (
+                self.prompt_len[fork.parent],
+                self.adapter_slot[fork.parent],
+            )
             self._set_sampling(slot, sampling, sample)
 
     def _set_sampling(self, slot: int, sampling: Sampling, sample: int) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import zmq
 
+from services.worker.adapter_loader import AdapterLoader
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory, Runner
 from services.worker.result_waiter import FailedStep, ResultWaiter
@@ -45,10 +46,12 @@ from shared.protocol import (
     Epoch,
     Fault,
     Leave,
+    LoadAdapter,
     Register,
     StepPlan,
     StepResult,
     Stop,
+    UnloadAdapter,
     decode_to_worker,
     encode,
 )
@@ -164,17 +167,19 @@ class _Connection:
         with connect(self._context, self._config.scheduler, name, self._service.keys) as (socket, monitor):
             self._service.identity = printable_identity(name)
             socket.send(encode(self._register(printable_identity(name))))
-            with closing(ResultWaiter(self._context)) as waiter:
-                reason = self._serve(socket, monitor, waiter)
+            loader = AdapterLoader(self._context, self._service.runner)
+            with closing(loader), closing(ResultWaiter(self._context)) as waiter:
+                reason = self._serve(socket, monitor, waiter, loader)
             self._service.identity = ""
             socket.close(linger=LINGER_MS if reason is CloseReason.FAILED else 0)
             return reason
 
-    def _serve(self, socket: "zmq.Socket[bytes]", monitor: Monitor, waiter: ResultWaiter) -> CloseReason:
+    def _serve(
+        self, socket: "zmq.Socket[bytes]", monitor: Monitor, waiter: ResultWaiter, loader: AdapterLoader
+    ) -> CloseReason:
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(waiter.socket, zmq.POLLIN)
-        poller.register(monitor.socket, zmq.POLLIN)
+        for source in (socket, waiter.socket, loader.socket, monitor.socket):
+            poller.register(source, zmq.POLLIN)
         while True:
             if not waiter.num_pending:
                 self._service.feed_watchdog()
@@ -186,8 +191,11 @@ class _Connection:
             if waiter.socket in events:
                 self._service.feed_watchdog()
                 reason = self._send_result(socket, waiter.take())
+            elif loader.socket in events:
+                reason = None
+                self._send_answer(socket, loader)
             elif socket in events:  # before the monitor: the scheduler's last messages still count
-                reason = self._handle_message(socket, waiter)
+                reason = self._handle_message(socket, waiter, loader)
             elif monitor.drain():
                 reason = self._lose_scheduler(monitor.refusal)
             else:
@@ -229,7 +237,9 @@ class _Connection:
             return CloseReason.FAILED
         return None
 
-    def _handle_message(self, socket: "zmq.Socket[bytes]", waiter: ResultWaiter) -> CloseReason | None:
+    def _handle_message(
+        self, socket: "zmq.Socket[bytes]", waiter: ResultWaiter, loader: AdapterLoader
+    ) -> CloseReason | None:
         frames = socket.recv_multipart()
         try:
             if not (body := only_frame(frames)):
@@ -242,11 +252,21 @@ class _Connection:
                 logger.info("the scheduler says to stop")
                 return CloseReason.STOPPED
             case Configure():
-                return self._configure(socket, message)
+                return self._configure(socket, message, loader)
             case StepPlan():
                 return self._launch(socket, message, waiter)
+            case LoadAdapter():
+                loader.load(message)
+            case UnloadAdapter():
+                loader.unload(message.adapter)
+        return None
 
-    def _configure(self, socket: "zmq.Socket[bytes]", message: Configure) -> CloseReason | None:
+    def _send_answer(self, socket: "zmq.Socket[bytes]", loader: AdapterLoader) -> None:
+        if answer := loader.take():
+            socket.send(encode(answer))
+
+    def _configure(self, socket: "zmq.Socket[bytes]", message: Configure, loader: AdapterLoader) -> CloseReason | None:
+        loader.forget()
         try:
             self._service.configure(message)
         except Exception as error:
@@ -309,6 +329,10 @@ class _Connection:
             kv_memory=info.kv_memory,
             step_seconds=info.step_seconds,
             token_seconds=info.token_seconds,
+            host_kv_memory=info.host_kv_memory,
+            swap_bytes_per_second=info.swap_bytes_per_second,
+            max_loras=info.max_loras,
+            max_cpu_loras=info.max_cpu_loras,
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu import extension
 from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
@@ -88,7 +89,12 @@ def _load_compiler(folder: Path, config: WorkerConfig) -> Future[GrammarCompiler
 
 
 def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
-    """Return the operations for `device`. Raise ConfigError if it has none that fulfil --batch-invariant."""
+    """Return the operations for `device`. Raise ConfigError if it has none that the settings allow."""
+    if device.type == "cpu" and config.instruction_set != "auto":
+        try:
+            extension.choose(config.instruction_set)
+        except ValueError as error:
+            raise ConfigError(f"--instruction-set {error}") from error
     try:
         return load_ops(device, batch_invariant=config.batch_invariant)
     except ValueError as error:

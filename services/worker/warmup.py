@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from services.worker.config import WorkerConfig
 from services.worker.interface import Runner
@@ -102,9 +103,9 @@ def largest_sizes(config: WorkerConfig, shape: ModelShape, device: torch.device)
     )
 
 
-def largest_plan(sizes: Configure) -> StepPlan:
+def largest_plan(sizes: Configure, *, adapters: bool = False) -> StepPlan:
     """Return a step of the most tokens and rows, all of which sample with filters, penalties, a mask and
-    log-probabilities.
+    log-probabilities, and use an adapter if there are `adapters`.
 
     As few sequences as can take the tokens are prompts from their beginning, with log-probabilities too; the others
     decode at the end of the longest context. All their blocks are the first one, so it computes nonsense.
@@ -120,13 +121,16 @@ def largest_plan(sizes: Configure) -> StepPlan:
         more = min(left, length - 1)
         left -= more
         rows.append(Row(slot, 0, more + 1, 1) if more else Row(slot, length - 1, 1, 1))
-        new.append(NewSequence(slot, pack_tokens([0] * (more + 1)), more + 1, [0], sampling, 0))
+        tokens_of_row = pack_tokens([0] * (more + 1))
+        adapter_slot = 0 if adapters else -1
+        new.append(NewSequence(slot, tokens_of_row, more + 1, [0], sampling, 0, adapter_slot=adapter_slot))
     return StepPlan(sizes.epoch, 0, rows, new_sequences=new)
 
 
-def kernel_plans(sizes: Configure, vocab_size: int) -> Iterator[StepPlan]:
+def kernel_plans(sizes: Configure, vocab_size: int, *, adapters: bool = False) -> Iterator[StepPlan]:
     """Yield steps that launch every kernel that a later step may need: chunks, short and long contexts, each kind of
-    sampling, masks, log-probabilities in lists of each size that has a kernel of its own, and a copied block.
+    sampling, masks, log-probabilities in lists of each size that has a kernel of its own, a copied block, and those of
+    `adapters`.
 
     They compute with memory that holds no sequence, so what they sample means nothing.
     """
@@ -136,6 +140,8 @@ def kernel_plans(sizes: Configure, vocab_size: int) -> Iterator[StepPlan]:
         number = min(params["logprobs"], vocab_size)
         sampling = Sampling(max_tokens=1, seed=0, prompt_logprobs=number, **params | {"logprobs": number})
         sequence = NewSequence(0, pack_tokens([0] * chunk), chunk, [0], sampling, 0)
+        if adapters and step == 0:
+            yield StepPlan(sizes.epoch, 0, rows[:1], new_sequences=[replace(sequence, adapter_slot=0)])
         for row in rows:
             copies = [(0, 1)] if sizes.num_blocks > 1 else []
             yield StepPlan(sizes.epoch, step, [row], new_sequences=[sequence], block_copies=copies)

@@ -22,7 +22,7 @@ def _suspects(count: int) -> list[Sequence]:
 
 def _compute(quarantine: Quarantine, sequence: Sequence, end: int) -> None:
     """Let the result of a plan come back that has computed the positions below `end`."""
-    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, end, 0)], [sequence], [], end, end))
+    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, end, 0)], [sequence], [], [], end, end))
     sequence.progress.num_computed = end
     quarantine.update(0.0)
 

@@ -6,7 +6,7 @@ greedy. All report the 20 likeliest tokens, which the margin rule needs, and non
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -77,10 +77,13 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
     return requests
 
 
-def engine(dtype: Any = "auto", **settings: Any) -> InProcessEngine:
-    """Return an engine of the embedded model on one CPU thread. With dtype `auto` its weights stay quantised."""
-    worker = WorkerConfig(model="", device="cpu", dtype=dtype, num_threads=1, kv_cache_memory=0.25)
-    return InProcessEngine(SchedulerConfig(**settings), worker)
+def engine(dtype: Any = "auto", *, worker: Mapping[str, Any] = {}, **settings: Any) -> InProcessEngine:
+    """Return an engine of the embedded model on one CPU thread. With dtype `auto` its weights stay quantised.
+
+    `settings` are the scheduler's.
+    """
+    config = WorkerConfig(model="", device="cpu", dtype=dtype, num_threads=1, kv_cache_memory=0.25, **worker)
+    return InProcessEngine(SchedulerConfig(**settings), config)
 
 
 class Output(Struct):

@@ -5,6 +5,7 @@ The weights are those that the model is served with by default, quantised, and, 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,18 @@ from tests.exactness.margin_rule import Run, assert_same
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests to run one by one
 
 BLOCK = 16
+
+TOKENS = list(range(500, 533))
+
+SMALL: dict[str, dict[str, Any]] = {
+    "auto": {"num_gpu_blocks_override": 39, "block_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 64},
+    "float32": {"num_gpu_blocks_override": 11, "block_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 64},
+}
+"""A pool for the longest request and little more, and short steps, by the type of the weights."""
+
+
+def crowded(dtype: str, **settings: Any) -> InProcessEngine:
+    return engine(dtype, **SMALL[dtype], **settings)
 
 
 @pytest.fixture(scope="module", params=["auto", "float32"])
@@ -86,16 +99,42 @@ def test_prompts_found_in_the_cache_change_nothing(
     assert [output.cached_tokens for output in again] == expected
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_pool_too_small_for_all_and_short_steps_change_nothing(
-    requests: list[Request], alone: list[Run], dtype: str
+    requests: list[Request], alone: list[Run], dtype: str, mode: str
 ) -> None:
     """SCH-02, SCH-03."""
-    pool = 39 if dtype == "auto" else 11  # the longest request, and little more
-    small = engine(dtype, num_gpu_blocks_override=pool, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
+    small = crowded(dtype, preemption_mode=mode)
     outputs = serve(small, requests)
     snapshot = small.engine.snapshot
-    print(f"{snapshot.preemptions} preemptions in {snapshot.steps} steps")
+    print(f"{snapshot.preemptions} preemptions in {snapshot.steps} steps, {snapshot.preemptions_swapped} swapped")
     assert snapshot.preemptions > 0
+    assert snapshot.preemptions_swapped == (snapshot.preemptions if mode == "swap" else 0)
+    assert_alike(alone, runs(outputs), small.model.vocab_size)
+
+
+def test_a_cache_of_eight_bits_is_swapped_with_its_scales(requests: list[Request], dtype: str) -> None:
+    """Three that fit the pool when they begin, and not when they end."""
+    sampling = msgspec.structs.replace(requests[0].sampling, max_tokens=40)
+    few = [Request(TOKENS[start : start + 11], sampling) for start in (0, 11, 22)]
+    int8 = {"kv_cache_dtype": "int8"}
+    roomy = engine(dtype, worker=int8)
+    alone = [serve(roomy, [request])[0].run for request in few]
+    small = engine(dtype, worker=int8, preemption_mode="swap", num_gpu_blocks_override=12, block_size=8)
+    outputs = serve(small, few)
+    assert small.engine.snapshot.preemptions_swapped > 0
+    assert_alike(alone, runs(outputs), small.model.vocab_size)
+
+
+def test_prompts_found_in_host_memory_change_nothing(requests: list[Request], alone: list[Run], dtype: str) -> None:
+    """The pool has reused all blocks of a prompt when it comes again."""
+    small = crowded(dtype, preemption_mode="swap")
+    for request in requests:
+        serve(small, [request])
+    outputs = [serve(small, [request])[0] for request in requests]
+    snapshot = small.engine.snapshot
+    assert snapshot.preemptions == 0
+    assert snapshot.host_prefix_hits > snapshot.prefix_hits
     assert_alike(alone, runs(outputs), small.model.vocab_size)
 
 

@@ -30,6 +30,7 @@ from services.gateway.served_model import ServedModel, choose_parsers, plain_nam
 from shared.errors import Unavailable
 from shared.protocol import (
     VERSION,
+    AdapterInfo,
     FinishReason,
     ModelInfo,
     ProgressRow,
@@ -80,6 +81,7 @@ class FakeEngineRequest:
     samples_before = 0
     request_id = ""
     cache_salt = ""
+    adapter = ""
 
     def __init__(self, backend: "FakeBackend", tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> None:
         self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
@@ -177,11 +179,21 @@ class FakeBackend:
         self.go_on = asyncio.Event()
         self.submitted = asyncio.Event()
         self.num_resets = 0  # of the prefix cache
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.adapter_error: Exception | None = None  # of a change of adapters
 
     async def reset_prefix_cache(self) -> None:
         if not self.is_ready:
             raise Unavailable("the engine at ipc://engine is not connected")
         self.num_resets += 1
+
+    async def add_adapter(self, name: str, path: str, *, replaces: bool) -> None:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.adapters[name] = AdapterInfo(name, path, "replaced" if replaces else "new")
+
+    async def remove_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
     async def first_welcome(self) -> Welcome:
         if self.welcome is None:
@@ -205,11 +217,13 @@ class FakeBackend:
         samples_before: int = 0,
         request_id: str = "",
         cache_salt: str = "",
+        adapter: str = "",
     ) -> AsyncIterator[FakeEngineRequest]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
         request = FakeEngineRequest(self, tokens, sampling, n, priority)
         request.samples_before, request.request_id, request.cache_salt = samples_before, request_id, cache_salt
+        request.adapter = adapter
         self.requests.append(request)
         self.submitted.set()
         try:

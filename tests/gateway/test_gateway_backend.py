@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from services.gateway.routing import Router
 from shared.errors import Overloaded
 from shared.protocol import (
     VERSION,
+    AdapterInfo,
     ModelInfo,
     ProgressRow,
     Sampling,
@@ -47,14 +48,20 @@ class FakeEngine:
     unusable = ""
     load = 0
 
-    def __init__(self, name: str, fingerprint: str = "f", max_model_len: int = 100) -> None:
+    def __init__(
+        self, name: str, fingerprint: str = "f", max_model_len: int = 100, adapters: Sequence[AdapterInfo] = ()
+    ) -> None:
         self.name = self.address = name
         model = ModelInfo("", "", "", 0, 0, fingerprint)
-        self.welcome = Welcome(VERSION, name, "1", model, max_model_len, 8)
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+        self.welcome = Welcome(VERSION, name, "1", model, max_model_len, 8, list(adapters))
         self.ready, self.draining = True, False
         self.requests: list[EngineRequest] = []
         self.submits: list[Submit] = []
         self._ids = itertools.count()
+
+    def has_adapter(self, name: str) -> bool:
+        return name in self.adapters
 
     @property
     def status(self) -> Status:

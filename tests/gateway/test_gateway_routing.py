@@ -109,6 +109,12 @@ def test_the_blocks_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPa
     assert len(router._cached_blocks(engine)) == 7
 
 
+def test_an_engine_keeps_blocks_in_host_memory_too() -> None:
+    router, engine = Router(), FakeEngine(blocks=1, host_blocks=2)
+    router.note(engine, PROMPT, [ANSWER])
+    assert len(router._cached_blocks(engine)) == 3
+
+
 def test_a_prompt_without_output_is_not_cached() -> None:
     """The client has left before an engine computed it."""
     router, engines = Router(), [FakeEngine(1), FakeEngine()]

@@ -18,7 +18,7 @@ from services.gateway.metrics import SampleTimes
 from services.gateway.spans import MAX_CHOICES, Tracing
 from services.gateway.tracing import tracing
 from shared.errors import ConfigError, EngineFailure, Overloaded
-from shared.protocol import SchedulingInfo
+from shared.protocol import AdapterInfo, SchedulingInfo
 from tests.gateway.fakes import FakeBackend, endless, ids, says, serve
 from tests.otlp_collector import Collector
 
@@ -117,6 +117,16 @@ async def test_a_request_is_a_server_span_with_the_phases_of_its_sample() -> Non
         latency["time_in_model_prefill"] + latency["time_in_model_decode"]
     )
     assert latency["time_to_first_token"] + latency["time_in_model_decode"] <= latency["e2e"]
+
+
+async def test_a_request_of_an_adapter_has_its_name() -> None:
+    backend = FakeBackend()
+    backend.adapters = {"a": AdapterInfo("a", "/a")}
+    with Recorder() as recorder:
+        async with serve(backend, (recorder.tracing.middleware,)) as client:
+            await client.complete(prompt="one", model="a")
+    said = attributes(recorder.server)
+    assert said["gen_ai.request.model"] == said["gen_ai.response.model"] == "a"
 
 
 async def test_each_sample_of_each_prompt_has_its_phases_under_the_index_of_its_choice() -> None:

@@ -12,11 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from msgspec.structs import replace
 
 from kernels.load import gpu
 from services.scheduler.core import Limits, Scheduler
 from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.config import WorkerConfig
+from services.worker.models.adapters.adapters import Adapters, LoraSizes
+from services.worker.models.adapters.targets import find_targets
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.families import llama
 from services.worker.models.load import LoadedModel
@@ -44,14 +47,20 @@ CONFIG = {
 
 
 def meta_runner(family: Family = llama.FAMILY, **config: Any) -> ModelRunner:
-    """Return a runner of a small model on the meta device, with the GPU's operations, not yet warm."""
+    """Return a runner of a small model on the meta device, with the GPU's operations, not yet warm.
+
+    It takes adapters, as if each of its slots held one.
+    """
     spec = family.read_spec(ConfigJson(CONFIG | config))
     precision = Precision(dtype=torch.bfloat16, quantization=None, kv_dtype=torch.bfloat16)
-    model = Decoder(spec, RandomWeights(spec, precision, META), gpu(), kv_dtype=torch.bfloat16)
+    adapters = Adapters(find_targets(spec, family.names), LoraSizes(2, 16, torch.bfloat16), gpu(), META)
+    weights = RandomWeights(spec, precision, META)
+    model = Decoder(spec, weights, gpu(), kv_dtype=torch.bfloat16, lora=adapters.stacks)
     info = ModelInfo(
         name="", architecture="", dtype="", max_positions=2048, vocab_size=2000, fingerprint="", weights_digest=""
     )
-    loaded, settings = LoadedModel(model, precision, "", ""), WorkerConfig(kv_cache_memory=1.0)
+    settings = WorkerConfig(kv_cache_memory=1.0, swap_space=0)
+    loaded = LoadedModel(model, precision, "", "", adapters)
     with patch("services.worker.runner.warm_up", lambda *_: Measurements(1.0, 1.0)):  # it reads results
         return ModelRunner(loaded, info, settings, META, gpu())
 
@@ -68,7 +77,9 @@ def sizes(limits: Limits = LIMITS) -> Configure:
 
 
 def random_plans(seed: int, count: int, limits: Limits = LIMITS) -> Iterator[StepPlan]:
-    """Yield `count` plans of the scheduler for random requests, with every sampling parameter."""
+    """Yield `count` plans of the scheduler for random requests, with every sampling parameter. Two of three sequences
+    use an adapter.
+    """
     random, core = Random(seed), Scheduler(limits)
     core.begin_epoch(EPOCH, limits.num_blocks)
     worker = SimulatedWorker(sizes(limits))
@@ -80,7 +91,9 @@ def random_plans(seed: int, count: int, limits: Limits = LIMITS) -> Iterator[Ste
             request = Submit(id * 1000 + random.randrange(1000), pack_tokens(prompt), length, sampling, n)
             core.submit(request, 1.0)
         if plan := core.plan(1.0):
-            yield plan
+            yield replace(
+                plan, new_sequences=[replace(new, adapter_slot=new.slot % 3 - 1) for new in plan.new_sequences]
+            )
             core.commit(worker.execute(plan))
             count -= 1
             if not count:

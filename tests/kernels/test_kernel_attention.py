@@ -350,6 +350,17 @@ def test_a_plan_serves_layers_with_different_windows(kernels: Ops) -> None:
         assert_near(out, by_hand(case, window=window), torch.float32, 10)
 
 
+def test_rows_need_not_be_in_the_order_of_their_slots(kernels: Ops) -> None:
+    case = make_case(kernels, [(3, 2), (8, 2), (1, 2), (5, 2)])
+    expected = by_hand(case)
+    order = torch.tensor([2, 0, 3, 1])  # row r is that of the slot order[r]
+    tables = torch.empty_like(case.tables)
+    tables[order] = case.tables
+    rows = BatchRows.of(case.offsets, case.starts, order)
+    plan = kernels.plan_attention(rows, tables, block_size=4, num_kv_heads=2)
+    assert_near(kernels.paged_attention(case.q, case.keys, case.values, plan, scale=0.3), expected, torch.float32, 10)
+
+
 def test_the_reference_gathers_rows_of_similar_length_together() -> None:
     kernels = reference()
     starts = [0, 1, 2, 400, 410, 420]
@@ -394,6 +405,21 @@ def test_copies_reach_all_layers_and_nothing_else(kernels: Ops) -> None:
     kernels.copy_blocks(storage, torch.tensor([0, 3]), torch.tensor([4, 1]))
     assert torch.equal(storage[:, :, [4, 1]], before[:, :, [0, 3]])
     assert torch.equal(storage[:, :, [0, 2, 3]], before[:, :, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_swapped_blocks_come_back_with_their_scales(kernels: Ops, dtype: torch.dtype) -> None:
+    layout = kernels.kv_layout(num_layers=3, num_kv_heads=2, head_dim=10, block_size=4, dtype=dtype)
+    storage, host = layout.allocate(5, torch.device("cpu")), layout.allocate_host(3)
+    assert host.nbytes == 3 * layout.bytes_per_block
+    storage.view(torch.uint8).random_()
+    before = storage.clone()
+    kernels.swap_out(storage, host, [(4, 2), (1, 0)])
+    assert torch.equal(storage.view(torch.uint8), before.view(torch.uint8))
+    kernels.swap_in(storage, host, [(2, 0), (0, 2), (2, 3)])
+    expected = before.clone()
+    expected[:, :, [0, 2, 3]] = before[:, :, [4, 1, 4]]
+    assert torch.equal(storage.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.int8, 1), (torch.float8_e4m3fn, 1)])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from kernels.load import ops
 from kernels.ops import Ops
-from services.worker.batch import build_batch, prepare_inputs
+from services.worker.batch import build_batch, prepare_inputs, sort_by_adapter, stage_segments
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from services.worker.sequence_states import SequenceStates
@@ -129,6 +129,7 @@ class Forward:
         self.ops = operations or ops(device)
         model = load_model(folder, WorkerConfig(**{"device": device.type} | config), device, self.ops)
         self.decoder, self.precision, self.fingerprint = model.model, model.precision, model.fingerprint
+        self.adapters = model.adapters
         self.dtype = self.precision.kv_dtype
         shape = self.decoder.shape
         self.layout = self.ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
@@ -144,7 +145,7 @@ class Forward:
         self.state = SequenceStates(sizes, shape.vocab_size, device)
         self.decoder.prepare_positions(129)
 
-    def enter(self, slot: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def enter(self, slot: int, tokens: Sequence[int], blocks: Sequence[int], adapter_slot: int = -1) -> None:
         sequence = NewSequence(
             slot=slot,
             tokens=pack_tokens(tokens),
@@ -152,6 +153,7 @@ class Forward:
             blocks=list(blocks),
             sampling=Sampling(max_tokens=1, seed=0),
             sample=0,
+            adapter_slot=adapter_slot,
         )
         plan = StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence])
         self.state.stage(plan, StepBuffer(self.state.device)).apply(self.ops)
@@ -160,10 +162,14 @@ class Forward:
         """Return logits (count, V) of each row (slot, start, count)."""
         with torch.inference_mode():
             plan = StepPlan(epoch=EPOCH, step=0, rows=[Row(*row, samples=0) for row in rows])
-            changes = self.state.stage(plan, StepBuffer(self.state.device))
-            batch = build_batch(plan.rows)
+            buffer = StepBuffer(self.state.device)
+            changes = self.state.stage(plan, buffer)
+            batch = build_batch(sort_by_adapter(plan.rows, self.state))
             batch_rows = batch.stage(self.state, changes)
+            adapters = stage_segments(batch, self.state, buffer)
             changes.apply(self.ops)
             inputs = prepare_inputs(batch_rows, batch.num_tokens, self.state, self.layout.num_kv_heads, self.ops)
+            inputs = inputs._replace(lora=adapters.segments if adapters else None)
             logits = self.decoder.logits(self.decoder.forward(inputs, self.layout.views(self.storage)))
-        return list(logits.split([count for _, _, count in rows]))
+        by_slot = dict(zip(batch.slots.tolist(), logits.split(batch.counts.tolist()), strict=True))
+        return [by_slot[slot] for slot, _, _ in rows]

@@ -47,3 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     OPTForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with adapters of the tiny model, and one that it does not take: see `make_adapters`."""
+    from tests.quire.adapter_folders import make_adapters  # imported here since PEFT takes seconds
+
+    path = tmp_path_factory.mktemp("adapters")
+    make_adapters(folder, path)
+    return path

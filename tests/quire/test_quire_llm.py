@@ -444,7 +444,7 @@ def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(fo
         ("tensor_parallel_size", 8),
         ("pipeline_parallel_size", 2),
         ("quantization", "gptq"),
-        ("enable_lora", True),
+        ("lora_modules", ["a=/a"]),
         ("no_such_argument", 1),
         ("block_size", 17),
         ("gpu_memory_utilization", 1.5),

@@ -166,7 +166,7 @@ def test_priorities_order_what_waits(folder: Path, llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("lora_request", object()), ("lora_request", [None, "a"]), ("mm_processor_kwargs", {"num_crops": 4})],
+    [("mm_processor_kwargs", {"num_crops": 4})],
 )
 def test_what_is_not_supported_names_the_argument(llm: LLM, name: str, value: Any) -> None:
     for call in (llm.generate, llm.enqueue):

@@ -74,18 +74,19 @@ def test_what_is_renamed_has_its_effect() -> None:
         data_parallel_size=2, api_server_count=3
     )
     assert parse("--enforce-eager")[0].worker.enforce_eager
+    assert parse("--swap-space 8")[0].worker.swap_space == parse("--kv-offloading-size 8")[0].worker.swap_space == 8
+    assert parse("--preemption-mode swap")[0].scheduler.preemption_mode == "swap"
     assert parse("--kv-cache-dtype fp8_per_token_head")[0].worker.kv_cache_dtype == "fp8"
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
-    """SWP-01: --swap-space is among them, since KV memory is computed again and never swapped."""
-    result, notes = parse("--seed 0 --performance-mode balanced -tp 1 --swap-space 4")
+    result, notes = parse("--seed 0 --performance-mode balanced -tp 1 --max-paddings 4")
     assert result == parse("")[0]
     assert [note.partition(" is accepted without effect: ")[0] for note in notes] == [
         "--seed 0",
         "--performance-mode balanced",
         "--tensor-parallel-size 1",
-        "--swap-space 4",
+        "--max-paddings 4",
     ]
 
 
@@ -94,7 +95,7 @@ def test_what_is_taken_without_effect_is_said_once_each() -> None:
     [
         ("-tp 8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
         ("--tensor_parallel_size=8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
-        ("--enable-lora", "--enable-lora is not supported: adapters are not supported"),
+        ("--default-mm-loras {}x", "--default-mm-loras {}x is not supported: only text is served"),
         ("--no-enable-chunked-prefill", "--enable-chunked-prefill=false is not supported: prompts are always computed"),
         (
             "--tool-parser-plugin f.py",
@@ -134,8 +135,8 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     ]
     file.write_text("kv_cache_memory_bytes: null\n")
     assert settings.read({"config": str(file)}, {}).worker.kv_cache_memory is None
-    file.write_text("enable-lora: true\n")
-    with pytest.raises(ConfigError, match=r"vllm\.yaml: --enable-lora is not supported: adapters"):
+    file.write_text("headless: true\n")
+    with pytest.raises(ConfigError, match=r"vllm\.yaml: --headless is not supported: a scheduler"):
         settings.read({"config": str(file)}, {})
 
 
@@ -171,9 +172,10 @@ def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
-        ({"trust_remote_code": True, "swap_space": 4, "disable_log_stats": False}, {}),
+        ({"trust_remote_code": True, "max_paddings": 4, "disable_log_stats": False}, {}),
+        ({"swap_space": 4, "preemption_mode": "swap"}, {"swap_space": 4, "preemption_mode": "swap"}),
         ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
-        ({"cpu_offload_gb": 0.0, "logits_processors": [], "lora_modules": [], "hf_overrides": {}}, {}),
+        ({"cpu_offload_gb": 0.0, "logits_processors": [], "hf_overrides": {}}, {}),
         ({"tensor_parallel_size": np.int64(1), "data_parallel_size": np.int64(1)}, {}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
         ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),
@@ -181,7 +183,7 @@ def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
 )
 def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], own: dict[str, Any]) -> None:
     """API-02: a script for vLLM needs another import line, and nothing else."""
-    named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None}
+    named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None, "swap_space": None}
     assert translate_arguments(named, arguments) == own
 
 

@@ -5,7 +5,14 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.config import MAX_BLOCKS, SchedulerConfig, count_blocks, make_limits
+from services.scheduler.config import (
+    MAX_BLOCKS,
+    SchedulerConfig,
+    count_blocks,
+    count_host_blocks,
+    make_limits,
+    swap_seconds,
+)
 from services.scheduler.engine import Engine
 from shared.config import load
 from shared.errors import ConfigError
@@ -25,6 +32,24 @@ def test_blocks_are_what_the_memory_holds() -> None:
     assert count_blocks(SchedulerConfig(block_size=32), REGISTER) == 25
     assert count_blocks(SchedulerConfig(), replace(REGISTER, kv_memory=160 * 51 - 1)) == 50
     assert count_blocks(SchedulerConfig(num_gpu_blocks_override=7), REGISTER) == 7
+
+
+def test_host_blocks_are_what_the_hosts_memory_holds() -> None:
+    worker = replace(REGISTER, host_kv_memory=160 * 7 + 1, swap_bytes_per_second=1600.0)
+    assert count_host_blocks(SchedulerConfig(), REGISTER) == 0
+    assert count_host_blocks(SchedulerConfig(), worker) == 7
+    assert count_host_blocks(SchedulerConfig(num_gpu_blocks_override=3), worker) == 7
+    assert count_host_blocks(SchedulerConfig(preemption_mode="recompute"), worker) == 7, "for prefixes"
+    useless = SchedulerConfig(preemption_mode="recompute", enable_prefix_caching=False)
+    assert count_host_blocks(useless, worker) == 0
+    assert (swap_seconds(SchedulerConfig(), worker), swap_seconds(SchedulerConfig(), REGISTER)) == (0.1, 0)
+    assert Engine(SchedulerConfig(), worker).configure(worker).num_host_blocks == 7
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
+def test_the_preemption_mode_reaches_the_core(mode: str) -> None:
+    config = load(SchedulerConfig, ["--preemption-mode", mode], {}, prog="x")
+    assert make_limits(config, REGISTER).preemption_mode == mode
 
 
 def test_no_memory_is_an_error_that_says_so() -> None:

@@ -141,6 +141,7 @@ OTHER_VALUES: list[object] = [
     ["a", "--b", "c d"],
     "cpu",
     "priority",
+    "recompute",
     "json",
     "text",
     "dummy",
@@ -152,6 +153,7 @@ OTHER_VALUES: list[object] = [
     "warning",
     "/under/here",
     "openai",
+    "avx2",
     "least_loaded",
     "text",
 ]

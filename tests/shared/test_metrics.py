@@ -1,9 +1,12 @@
 """Tests the metrics that are computed from an engine's snapshot."""
 
+import time
+
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.metrics import CACHE_LABELS, EngineCollector, registry
+from shared.metrics import CACHE_LABELS, LORA_LABELS, EngineCollector, registry
 from shared.protocol import STEP_TOKEN_BUCKETS, Snapshot
 
 SNAPSHOT = Snapshot(
@@ -13,7 +16,7 @@ SNAPSHOT = Snapshot(
 
 def samples(snapshots: dict[str, Snapshot]) -> dict[tuple[str, str, str], float]:
     text = generate_latest(registry(EngineCollector(lambda: "smol", lambda: snapshots))).decode()
-    own = ("finished_reason", "reason", "source", "le", *CACHE_LABELS)
+    own = ("finished_reason", "reason", "source", "le", *CACHE_LABELS, *LORA_LABELS)
     return {
         (
             sample.name,
@@ -49,12 +52,14 @@ def test_waste_is_what_held_blocks_do_not_store() -> None:
     assert samples({"0": idle})["quire:kv_waste_perc", "0", ""] == 0
 
 
-def test_every_field_of_a_snapshot_is_exported() -> None:
+def test_every_field_of_a_snapshot_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting any single field changes the exported metrics."""
-    zero = samples({"0": Snapshot(blocks=10, block_size=8)})
+    monkeypatch.setattr(time, "time", lambda: 7.0)  # a value of one of them
+    base = {"blocks": 10, "block_size": 8, "max_loras": 1}
+    zero = samples({"0": Snapshot(**base)})
+    values = {"step_tokens": [5], "adapters_running": ["a"], "adapters_waiting": ["a"]}
     for field in Snapshot.__struct_fields__:
-        value = [5] if field == "step_tokens" else 5
-        changed = samples({"0": Snapshot(**{"blocks": 10, "block_size": 8, field: value})})
+        changed = samples({"0": Snapshot(**base | {field: values.get(field, 5)})})
         engine = {key for key in changed if key[1] == "0" and zero.get(key) != changed[key]}
         assert engine, field
 
@@ -67,6 +72,7 @@ def test_metrics_of_vllm_and_its_guides_have_their_names() -> None:
         waiting=5, waiting_deferred=2, blocks=100, blocks_free=75, block_size=16, prefix_caching=True,
         max_model_len=640, generation_tokens=9, tokens_per_second=2.5, prompt_tokens=30, prompt_tokens_cached=12,
         step_tokens=counts, step_tokens_sum=20_000, rejected_by_requests=3, rejected_by_tokens=1,
+        max_loras=4, adapters_running=["a", "c"], adapters_waiting=["b"],
     )  # fmt: skip
     metrics = samples({"0": snapshot})
     assert metrics["vllm:request_throughput_tok_per_second", "0", ""] == 2.5
@@ -78,6 +84,7 @@ def test_metrics_of_vllm_and_its_guides_have_their_names() -> None:
     assert metrics["vllm:prompt_tokens_by_source_total", "0", "local_cache_hit"] == 12
     assert metrics["vllm:prompt_tokens_cached_total", "0", ""] == 12
     assert metrics["vllm:cache_config_info", "0", "16,100,True,1600,2.50"] == 1
+    assert metrics["vllm:lora_requests_info", "0", "4,b,a,c"] == pytest.approx(time.time(), abs=60)
     assert metrics["vllm:admission_rejections_total", "0", "max_num_queued_reqs"] == 3
     assert metrics["vllm:admission_rejections_total", "0", "max_num_queued_tokens"] == 1
     buckets = [

@@ -5,6 +5,11 @@ from msgspec import Struct
 from shared.protocol import (
     Abort,
     Accepted,
+    AdapterAnswer,
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
+    AddAdapter,
     Configure,
     Configured,
     Epoch,
@@ -14,6 +19,7 @@ from shared.protocol import (
     Heartbeat,
     Hello,
     Leave,
+    LoadAdapter,
     ModelInfo,
     NewSequence,
     PrefixCacheReset,
@@ -23,6 +29,7 @@ from shared.protocol import (
     Refusal,
     Refused,
     Register,
+    RemoveAdapter,
     ResetPrefixCache,
     Row,
     SampledRow,
@@ -38,6 +45,7 @@ from shared.protocol import (
     TableWrite,
     TokenLogprobs,
     UnknownGateway,
+    UnloadAdapter,
     Welcome,
     pack_token_set,
     pack_tokens,
@@ -69,42 +77,53 @@ TOKENS = pack_tokens([1, 2, 70_000])
 SUSPICION = Suspicion(12, 1, 10, 11)
 SCHEDULING = SchedulingInfo(0.75, 2, SUSPICION)
 PROCESS = ProcessStats(0.5, 12.5, 3.25)
+SNAPSHOT = Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, *range(32, 44), ["a"], ["b"])
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
-    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION, "salt"),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION, "salt", "adapter_1"),
     Abort(9, 3),
     Heartbeat("gateway-1-a", PROCESS),
     ResetPrefixCache(9),
+    AddAdapter(9, "adapter_1", "/adapters/1", True),
+    RemoveAdapter(9, "adapter_1"),
 ]
 TO_GATEWAY: list[Struct] = [
-    Welcome(1, "0", "b007", MODEL, 4096, 128),
+    Welcome(1, "0", "b007", MODEL, 4096, 128, [AdapterInfo("adapter_1", "/adapters/1", "d1")]),
     Progress([ProgressRow(9, 3, 5, [42], LOGPROBS, LOGPROBS, FinishReason.ERROR, 16, "why", SCHEDULING)]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, 32), PROCESS),
+    Status(True, False, SNAPSHOT, PROCESS),
     Accepted([9, 10]),
     UnknownGateway(),
     PrefixCacheReset(9),
+    AdapterAnswer(9, "no such folder"),
 ]
 TO_WORKER: list[Struct] = [
-    Configure(EPOCH, 16, 1000, 128, 4096, 640),
+    Configure(EPOCH, 16, 1000, 128, 4096, 640, 500),
     StepPlan(
         EPOCH,
         7,
         [Row(0, 2, 1, 1)],
-        [NewSequence(0, TOKENS, 2, [8, 9], SAMPLING, 3, "chatcmpl-7")],
+        [NewSequence(0, TOKENS, 2, [8, 9], SAMPLING, 3, "chatcmpl-7", 1)],
         [Fork(0, [(1, 1)])],
         [TableWrite(0, 2, [10])],
         [(8, 11)],
         [5],
+        [(12, 3)],
+        [(4, 13)],
+        [(1, 17)],
     ),
     Stop(),
+    LoadAdapter(17, "/adapters/1"),
+    UnloadAdapter(17),
 ]
 FROM_WORKER: list[Struct] = [
-    Register(1, "worker-1-a", 0, 1, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005),
+    Register(1, "worker-1-a", 0, 1, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005, 2**30, 1e9, 4, 8),
     StepResult(EPOCH, 7, [SampledRow(0, [42], LOGPROBS, LOGPROBS, "no way on")], 0.03),
     Fault(EPOCH, 7, "Traceback", True),
     Heartbeat("worker-1-a", PROCESS),
     Configured(EPOCH),
     Leave(),
+    AdapterLoaded(17, "d1"),
+    AdapterRefused(17, "no such folder"),
 ]

@@ -5,6 +5,7 @@ from collections import Counter
 from simulated_worker import SimulatedWorker, before_first, cell
 
 from services.scheduler.core import Scheduler
+from services.scheduler.core.adapters import Host
 from services.scheduler.core.sequence import Sequence, State
 
 
@@ -15,8 +16,11 @@ def check(core: Scheduler, worker: SimulatedWorker | None) -> None:
     _check_places(core, holders)
     _check_numbers(core, holders)
     _check_blocks(core, holders)
+    _check_host_tier(core)
     if worker is not None:
         _check_index(core, worker)
+        _check_host_blocks(core, worker)
+    _check_adapters(core, holders, worker)
 
 
 def check_writes(core: Scheduler) -> None:
@@ -96,19 +100,99 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
     assert block_manager.blocks_pending_free == sum(sequence.table.num_pending_free for sequence in holders)
 
 
+def _check_adapters(core: Scheduler, holders: list[Sequence], worker: SimulatedWorker | None) -> None:
+    adapters, queues = core._adapters, core._queues
+    held = Counter(one.request.adapter for one in holders if one.request.adapter is not None)
+    used = Counter(one.adapter for one in queues.requests.values() if one.adapter is not None)
+    everyone = adapters._all.values()
+    assert set(held) | set(used) | set(adapters._named.values()) | set(adapters._added) <= set(everyone)
+    for adapter in everyone:
+        assert (adapter.num_holders, adapter.num_requests) == (held[adapter], used[adapter]), "users are counted"
+        assert adapter.slot < 0 or adapters._slots[adapter.slot] is adapter
+        assert adapter.slot >= 0 or not held[adapter], "what is held is in a slot"
+        assert adapter.host is Host.LOADED or adapter.slot < 0, "what is in a slot is loaded"
+        assert not adapter.is_retired or held[adapter] or used[adapter] or adapter.host is Host.LOADING
+    assert adapters._num_held == len(held) <= adapters.max_loras
+    assert adapters._draining is None or held[adapters._draining]
+    assert all(adapter is None or adapter in everyone for adapter in adapters._slots)
+    in_host = [adapter.number for adapter in everyone if adapter.host is not Host.ABSENT]
+    assert len(in_host) <= adapters._max_cpu_loras
+    if worker is None:
+        assert not in_host
+        return
+    assert set(worker.loaded) <= set(in_host), "what the core has forgotten is unloaded"
+    for adapter in everyone:
+        assert adapter.host is not Host.LOADED or adapter.number in worker.loaded
+
+
+def _check_host_tier(core: Scheduler) -> None:
+    """Check the counts of the host blocks."""
+    block_manager, tier = core._block_manager, core._block_manager.host_tier
+    swapped = [sequence for sequence in core._queues.waiting.items if sequence.table.host_blocks]
+    refs = Counter(block for sequence in swapped for block in sequence.table.host_blocks)
+    pins = Counter(block for plan in core._in_flight for block in plan.host_blocks)
+    pins.update(list(tier._outgoing))  # for the next plan
+    assert block_manager.num_swapped == len(swapped)
+    assert tier.num_held == len(refs)
+    assert tier.pool.refs == [refs[block] for block in range(tier.pool.num_blocks)], "holds are counted"
+    assert tier.pool._pins == dict(pins), "pins of host blocks are counted"
+    assert not tier._incoming, "what a plan brings back is named by that plan"
+    unused = set(range(tier.pool.num_blocks)) - set(refs) - set(pins)
+    assert set(tier.pool._free) == unused, "free + held = all, of host blocks too"
+    for sequence in swapped:
+        table = sequence.table
+        assert len(table.host_blocks) == -(-table.num_in_host // block_manager.block_size)
+        assert 0 < table.num_in_host < len(sequence.tokens), "a token is left to compute"
+        assert len(set(table.host_blocks)) == len(table.host_blocks)
+    named = {block for plan in core._in_flight for block in plan.host_blocks}
+    assert set(tier._written) <= named, "only plans in flight write"
+
+
 def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
-    """Check that each published block holds the cells of exactly the tokens that its key names."""
-    index, size = core._block_manager.index, core._block_manager.block_size
-    ends: dict[int, int] = {}
-    for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
+    """Check that each published block holds the cells of exactly the tokens that its key names, on both levels."""
+    index, tier, size = core._block_manager.index, core._block_manager.host_tier, core._block_manager.block_size
+    published = sorted([*index._entries.items(), *tier.index._entries.items()], key=lambda item: item[1].node)
+    contents = worker.contents
+    ends: dict[int, tuple[int, int]] = {}  # the last cell, and the content of the adapter
+    for (parent, content), entry in published:
         if isinstance(parent, int) and parent not in ends:
             continue  # the block before it is forgotten, so nobody can find it
-        value, cells = before_first(parent) if isinstance(parent, str) else ends[parent], []
+        if isinstance(parent, str):
+            number, _, salt = parent.partition(":")
+            value, adapter = before_first(salt), contents[int(number)]
+        else:
+            value, adapter = ends[parent]
+        cells = []
         for token in memoryview(content).cast("i"):
-            value = cell(value, token)
+            value = cell(value, token, adapter)
             cells.append(value)
-        assert worker.pages[entry.block] == cells, "the index points to blocks with that content"
-        ends[entry.node] = value
-    assert len(index._keys) == len(index._entries)
-    assert all(index._entries[key].block == block for block, key in index._keys.items())
+        if index.find((parent, content)) == entry:
+            assert worker.pages[entry.block] == cells, "the index points to blocks with that content"
+        if tier.index.find((parent, content)) == entry and tier.can_read(entry.block):
+            assert worker.host_pages[entry.block] == cells, "so does the index of host memory"
+        ends[entry.node] = value, adapter
+    nodes = [entry.node for entry in dict(published).values()]
+    assert len(set(nodes)) == len(nodes), "contents have different nodes"
+    for one in (index, tier.index):
+        assert len(one._keys) == len(one._entries)
+        assert all(one._entries[key].block == block for block, key in one._keys.items())
+    common = index._entries.keys() & tier.index._entries.keys()
+    assert all(index._entries[key].node == tier.index._entries[key].node for key in common), "a content has one node"
     assert size == worker.configure.block_size
+
+
+def _check_host_blocks(core: Scheduler, worker: SimulatedWorker) -> None:
+    """Check that the host blocks of swapped sequences hold the cells of their tokens."""
+    tier, size = core._block_manager.host_tier, core._block_manager.block_size
+    for sequence in core._queues.waiting.items:
+        if not sequence.table.host_blocks:
+            continue
+        number, _, salt = sequence.request.prefix_root.partition(":")
+        table, value, adapter = sequence.table, before_first(salt), worker.contents[int(number)]
+        for index, host_block in enumerate(table.host_blocks):
+            cells = []
+            for token in sequence.tokens[index * size : min(index * size + size, table.num_in_host)]:
+                value = cell(value, token, adapter)
+                cells.append(value)
+            if tier.can_read(host_block):
+                assert worker.host_pages[host_block][: len(cells)] == cells, "a swapped sequence keeps its content"

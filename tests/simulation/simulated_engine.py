@@ -11,11 +11,11 @@ from typing import Any
 
 from core_invariants import check, check_writes
 from msgspec.structs import replace
-from simulated_worker import AT_ONCE, ExpectedOutput, SimulatedWorker, StepCosts, expected_output
+from simulated_worker import AT_ONCE, NO_ADAPTER, ExpectedOutput, SimulatedWorker, StepCosts, expected_output
 
 from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.policy import may_preempt
-from services.scheduler.core.sequence import State
+from services.scheduler.core.sequence import Sequence, State
 from shared.protocol import (
     Configure,
     Epoch,
@@ -29,6 +29,7 @@ from shared.protocol import (
     Submit,
     Suspicion,
     TokenLogprobs,
+    UnloadAdapter,
     pack_tokens,
     unpack_tokens,
 )
@@ -160,16 +161,23 @@ class OrderCheck:
         self._quarantined = core._quarantine.active
         self._waiting = list(core._queues.waiting.items)
         self._first = next(iter(core._queues.running.items), None)
+        self._held = [adapter for adapter in core._adapters._slots if adapter is not None and adapter.num_holders]
+        self._draining = core._adapters._draining
 
     def check(self, plan: StepPlan | None) -> None:
-        """Raise AssertionError if a sequence was passed by one behind it, or the first preempted for those behind."""
+        """Raise AssertionError if a sequence was passed by one behind it, or the first preempted for those behind.
+
+        One that lacks its adapter may be passed.
+        """
         if self._core._quarantine.active and plan is not None:
             assert set(self._core._in_flight[-1].sequences) <= set(self._core._quarantine.group), (
                 "suspects have no company"
             )
         if self._quarantined:
             return
-        first, stay = self._first, [sequence for sequence in self._waiting if sequence.state is State.WAITING]
+        lacking = [one for one in self._waiting if one.state is State.WAITING and self._lacks_adapter(one)]
+        first = self._first
+        stay = [one for one in self._waiting if one.state is State.WAITING and one not in lacking]
         if first is not None and first.state is not State.RUNNING:
             preempting = [one for one in self._waiting if may_preempt(self._core.limits, one, first)]
             assert preempting, "the first is no victim"
@@ -177,6 +185,26 @@ class OrderCheck:
             slots = {new.slot for new in plan.new_sequences}
             admitted = [one for one in self._core._queues.running.items if one.slot in slots]
             assert max(one.key for one in admitted) < min(one.key for one in stay), "nobody is passed by another"
+        if plan is not None and lacking:
+            self._check_claim(plan, lacking[0])
+
+    def _lacks_adapter(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's adapter was in no slot, or in one that is drained or could be given away."""
+        adapter, adapters = sequence.request.adapter, self._core._adapters
+        if adapter is None:
+            return False
+        return adapter not in self._held or adapter is adapters._draining
+
+    def _check_claim(self, plan: StepPlan, first: Sequence) -> None:
+        """Check that nobody behind `first`, which lacks its adapter, takes what it waits for."""
+        adapters = self._core._adapters
+        slots = {new.slot for new in plan.new_sequences}
+        admitted = [one for one in self._core._queues.running.items if one.slot in slots]
+        before = [one.request.adapter for one in admitted if one.key < first.key]
+        behind = [one.request.adapter for one in admitted if one.key > first.key and one.request.adapter is not None]
+        assert self._draining not in behind or self._draining is None, "a slot that is drained gets nobody"
+        brought = [adapter for adapter in behind if adapter not in (*self._held, *before)]
+        assert not brought or adapters._num_held < adapters.max_loras, "one idle slot is kept for the first"
 
 
 class BudgetCheck:
@@ -211,6 +239,22 @@ class BudgetCheck:
         return "the time of a step" if left else "demand"
 
 
+class SimulatedAdapters:
+    """The folders of adapters, what the engine should know of them, and the workers' answers that wait."""
+
+    def __init__(self, max_loras: int, max_cpu_loras: int) -> None:
+        self.max_loras = max_loras
+        self.max_cpu_loras = max_cpu_loras
+        self.files: dict[str, int] = {}  # contents by path; a test changes them
+        self.answers: deque[tuple[int, int | None]] = deque()  # (number, content); None: there is no such folder
+        self.names: dict[int, str] = {}  # of all adapters that were added, by number
+        self.contents: dict[int, int | None] = {}  # as they were first loaded
+        self.loaded_once: set[int] = set()
+        self.named: dict[str, int] = {}  # numbers of those that requests can name
+        self.of_requests: dict[int, int] = {}  # numbers by the id of a request
+        self.failed: set[tuple[int, int]] = set()  # samples whose adapter failed later
+
+
 class SimulatedEngine:
     """Keeps the clients' requests and their output, and checks the core after each call.
 
@@ -225,8 +269,15 @@ class SimulatedEngine:
         on_rows: Callable[[list[ProgressRow]], None] = lambda rows: None,
         costs: StepCosts = AT_ONCE,
         measured: tuple[float, float] = (0.0, 0.0),
+        host: tuple[int, float] = (0, 0.0),
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
     ) -> None:
-        """`costs` are those of the workers' steps; what each has `measured` is of a step and of one more token."""
+        """`costs` are those of the workers' steps; what each has `measured` is of a step and of one more token.
+
+        `host` is the number of host blocks, and the measured seconds to copy one. Workers have `max_loras` adapter
+        slots, and host memory for `max_cpu_loras` adapters.
+        """
         self.core = Scheduler(limits)
         self.limits = limits
         self.clients: dict[tuple[int, int], Client] = {}
@@ -236,10 +287,12 @@ class SimulatedEngine:
         self.now = 1000.0
         self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
         self.salts: dict[int, str] = {}  # by seed
+        self.adapters = SimulatedAdapters(max_loras, max_cpu_loras)
         self._forgotten_steps = 0  # steps of the epoch before the last reset of the prefix cache
         self.suspicions = SuspicionCheck()
         self.costs = costs
         self._measured = measured
+        self._host = host
         self._checked = checked
         self._on_rows = on_rows
         self.losses = 0
@@ -253,7 +306,8 @@ class SimulatedEngine:
         """Begin an epoch with a new worker."""
         self._epochs += 1
         limits, epoch = self.limits, Epoch("boot", self._epochs)
-        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured)
+        sizes = (*self._host, self.adapters.max_loras, self.adapters.max_cpu_loras)
+        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured, *sizes)
         self.worker = SimulatedWorker(
             Configure(
                 epoch,
@@ -262,9 +316,12 @@ class SimulatedEngine:
                 limits.max_num_seqs,
                 limits.max_model_len,
                 limits.max_num_batched_tokens,
+                self._host[0],
             ),
             self.salts,
             self.costs,
+            self.adapters.max_loras,
+            self.adapters.max_cpu_loras,
         )
         self._forgotten_steps = 0
         self.plans = []
@@ -275,6 +332,7 @@ class SimulatedEngine:
         self.stale += self.results
         self.results.clear()
         self.worker = None
+        self.adapters.answers.clear()
         self.losses += 1
         self.suspicions.lose_worker(self.core)
         rows = self.core.lose_worker(self.now)
@@ -290,16 +348,66 @@ class SimulatedEngine:
         while self.results:
             self.deliver()
         self.worker = None
+        self.adapters.answers.clear()
         self.core.end_epoch()
         self.events["epochs that ended in order"] += 1
         assert self.core.snapshot().running == 0, "all wait for the next one"
         assert self.core.plan(self.now) is None, "no plan without a worker"
         self.check()
 
+    def add_adapter(self, name: str, path: str, *, replaces: bool = False) -> int | str:
+        """Have an adapter loaded from a path, which must be one of `adapters.files` to be found. Return as the core."""
+        added = self.core.add_adapter(name, path, replaces=replaces)
+        if isinstance(added, int):
+            assert added not in self.adapters.names, "a number is never used again"
+            self.adapters.names[added] = name
+        self.check()
+        return added
+
+    def remove_adapter(self, name: str) -> str:
+        """Let no request name an adapter from now on."""
+        error = self.core.remove_adapter(name)
+        assert (name in self.adapters.named) == (not error)
+        self.adapters.named.pop(name, None)
+        self.check()
+        return error
+
+    def deliver_load(self) -> None:
+        """Give the worker's oldest answer about an adapter to the core."""
+        number, content = self.adapters.answers.popleft()
+        before = self.adapters.contents.setdefault(number, content)
+        users = {(id, sample) for (id, sample) in self.clients if self.adapters.of_requests.get(id) == number}
+        unfinished = {key for key in users if self.clients[key].finish_reason is None}
+        name = self.adapters.names[number]
+        if content is None:
+            rows = self.core.adapter_refused(number, "there is no such folder")
+        else:
+            rows = self.core.adapter_loaded(number, f"digest of {content}")
+        self._receive(rows)
+        if content is None or content != before:
+            assert {(row.id, row.sample) for row in rows} == unfinished, "its requests end, and no others"
+            assert all(row.finish_reason is FinishReason.ERROR and repr(name) in row.detail for row in rows)
+            self.adapters.failed |= users
+            self.events["adapters that failed later"] += bool(unfinished)
+            if self.adapters.named.get(name) == number:
+                del self.adapters.named[name]
+        else:
+            assert not rows
+            if number not in self.adapters.loaded_once:
+                self.adapters.loaded_once.add(number)
+                self.adapters.named[name] = number
+            else:
+                self.events["adapters loaded again"] += 1
+        self.check()
+
     def reset_prefix_cache(self) -> None:
         """Have the core forget all cached blocks. From now on, nothing that is computed already may be found."""
         self.core.reset_prefix_cache()
-        assert self.core.snapshot().blocks_cached == 0
+        state, queues = self.core.snapshot(), self.core._queues
+        assert (state.blocks_cached, state.host_blocks_cached) == (0, 0)
+        for one in [*queues.running.items, *queues.stopping, *queues.waiting.items]:
+            computed = one.progress.num_computed or one.table.num_in_host
+            assert not computed or one.table.publish_at > self.limits.max_model_len, "what is computed stays private"
         self._forgotten_steps = self.worker.num_steps if self.worker is not None else 0
         self.events["resets"] += 1
         self.check()
@@ -320,6 +428,7 @@ class SimulatedEngine:
         min_tokens: int = 0,
         prompt_logprobs: int = -1,
         salt: str = "",
+        adapter: str = "",
     ) -> Refused | int:
         """Submit a request. Return the refusal, or its id."""
         self._ids += 1
@@ -342,6 +451,7 @@ class SimulatedEngine:
             came,
             samples_before,
             cache_salt=salt,
+            adapter=adapter,
         )
         return self.submit_request(request) or self._ids
 
@@ -353,10 +463,14 @@ class SimulatedEngine:
             return refused
         self.suspicions.submit(request, self.core)
         self.salts[request.sampling.seed] = request.cache_salt
+        content = NO_ADAPTER
+        if request.adapter:
+            self.adapters.of_requests[request.id] = number = self.adapters.named[request.adapter]
+            content = self.adapters.contents[number] or NO_ADAPTER
         tokens, prompt_len = unpack_tokens(request.tokens).tolist(), request.prompt_len
         for index in range(request.sample, request.sample + request.n):
             sampling = sampling_of(request.sampling, index)
-            oracle = expected_output(tokens, prompt_len, sampling, index, request.cache_salt)
+            oracle = expected_output(tokens, prompt_len, sampling, index, request.cache_salt, content)
             self.clients[request.id, index] = Client(oracle, tokens[prompt_len:], prompt_len)
         self.check()
         return None
@@ -377,11 +491,17 @@ class SimulatedEngine:
     def plan(self) -> StepPlan | None:
         """Make a plan and execute it. The worker may die of it."""
         order, budget = OrderCheck(self.core), BudgetCheck(self.core)
+        swapped = [one for one in self.core._queues.waiting.items if one.table.host_blocks]
+        written = self.core._block_manager.host_tier._written
+        leaving = [one for one in swapped if any(block in written for block in one.table.host_blocks)]
         plan = self.core.plan(self.now)
+        assert all(one.state is State.WAITING for one in leaving), "a sequence that is being swapped waits"
         if self._checked:
             order.check(plan)
+        self._send_adapter_messages()
         if plan is None:
-            assert self.core.idle or self.core.in_flight or self.worker is None, "it never stands still"
+            waits = self.core.in_flight or self.worker is None or self.adapters.answers
+            assert self.core.idle or waits, "it never stands still"
             return None
         assert self.worker is not None
         if self._checked:
@@ -390,7 +510,7 @@ class SimulatedEngine:
         self.plans.append(plan)
         self._count_events(plan)
         self.results.append(self.worker.execute(plan))
-        self._check_admitted(plan)
+        self._check_admitted(plan, swapped)
         self.check()
         if self._kills_worker(plan):
             self.lose_worker()
@@ -399,6 +519,8 @@ class SimulatedEngine:
     def deliver(self) -> list[ProgressRow]:
         """Give the oldest result back to the core."""
         self.stale.append(self.results.popleft())
+        assert self.worker is not None
+        self.worker.land()
         self.suspicions.commit(self.core)
         rows = self.core.commit(self.stale[-1])
         self._receive(rows)
@@ -425,6 +547,8 @@ class SimulatedEngine:
             self.begin_epoch()
         elif self.results:
             self.deliver()
+        if self.adapters.answers:
+            self.deliver_load()
         self.now += 0.01
 
     def run(self, bound: int) -> None:
@@ -435,7 +559,8 @@ class SimulatedEngine:
             assert bound >= 0, f"no end: {self.core!r}"
 
     def check(self) -> None:
-        """Check the invariants."""
+        """Check the invariants, after the worker has got what it has to be told about adapters."""
+        self._send_adapter_messages()
         if self._checked:
             check(self.core, self.worker)
 
@@ -444,16 +569,34 @@ class SimulatedEngine:
         state = self.core.snapshot()
         assert all(client.finish_reason is not None for client in self.clients.values()), "every sample ends"
         assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
+        assert (state.adapters_running, state.adapters_waiting) == ([], [])
         assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
+        assert (state.swapped, state.host_blocks_free) == (0, state.host_blocks), "all host blocks are free at the end"
         assert state.worker_losses == self.losses, "an epoch that ends in order is no loss"
         for finish_reason in FinishReason:
             ends = sum(client.finish_reason is finish_reason for client in self.clients.values())
             assert getattr(state, f"finished_{finish_reason.value}") == ends
 
-    def _check_admitted(self, plan: StepPlan) -> None:
-        """Check that the sequences that enter slots find nothing that was to be forgotten."""
+    def _send_adapter_messages(self) -> None:
+        for message in self.core.take_adapter_messages():
+            assert self.worker is not None
+            if isinstance(message, UnloadAdapter):
+                self.worker.unload_adapter(message.adapter)
+                continue
+            content = self.adapters.files.get(message.path)
+            if content is not None:
+                self.worker.load_adapter(message.adapter, content)
+            self.adapters.answers.append((message.adapter, content))
+
+    def _check_admitted(self, plan: StepPlan, swapped: list[Sequence]) -> None:
+        """Check that the sequences that enter slots find nothing that was to be forgotten.
+
+        Those that were `swapped` before the plan go on with what they had computed, as those do that kept running.
+        """
         assert self.worker is not None
-        admitted = {new.slot: new for new in plan.new_sequences}
+        resumed = {one.slot for one in swapped if one.state is State.RUNNING}
+        self.events["resumed from host memory"] += len(resumed)
+        admitted = {new.slot: new for new in plan.new_sequences if new.slot not in resumed}
         for row in plan.rows:
             if row.slot in admitted and row.start:
                 assert self.worker.oldest_step(row) > self._forgotten_steps, "nothing from before the reset is found"
@@ -462,7 +605,12 @@ class SimulatedEngine:
     def _count_events(self, plan: StepPlan) -> None:
         self.events["plans"] += 1
         self.events["forks"] += len(plan.forks)
+        self.events["adapters put into slots"] += len(plan.adapter_slots)
         self.events["copies"] += len(plan.block_copies)
+        self.events["swaps in both directions"] += bool(plan.swap_out and plan.swap_in)
+        self.events["blocks saved and reused by one plan"] += bool(
+            {block for block, _ in plan.swap_out} & {block for _, block in plan.swap_in}
+        )
         self.events["two in flight"] += self.core.in_flight == 2
         self.events["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
         ended = [sequence for sequence in self.core._queues.stopping if sequence.finish_reason is not None]

@@ -24,11 +24,19 @@ GAUGES = {
     "blocks_free",
     "blocks_cached",
     "block_size",
+    "block_bytes",
     "tokens_held",
     "in_flight",
     "prefix_caching",
     "max_model_len",
+    "max_loras",
+    "adapters_running",
+    "adapters_waiting",
     "tokens_per_second",
+    "swapped",
+    "host_blocks",
+    "host_blocks_free",
+    "host_blocks_cached",
 }
 """The fields of a snapshot that are no counters."""
 
@@ -59,6 +67,8 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
             {
                 "preemptions": state.preemptions,
                 "hits": state.prefix_hits,
+                "hits in host memory": state.host_prefix_hits,
+                "swaps of victims": state.preemptions_swapped,
                 "stopped": state.finished_stop,
                 "aborted": state.finished_abort,
                 "condemned": state.finished_error,
@@ -68,7 +78,7 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
             }
         )
     rare = {name: count for name, count in seen.items() if count < 20}
-    assert len(seen) == 20
+    assert len(seen) == 29
     assert not rare
     uncounted = set(Counters.__struct_fields__) - counted
     assert uncounted == {"rejected_by_tokens"}, "no workload bounds the queue in tokens; all else happens"

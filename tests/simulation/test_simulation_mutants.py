@@ -6,6 +6,7 @@ A mutant is a function of the core with some of its text replaced. One that surv
 import pytest
 import workloads
 from mutants import CORE, mutated
+from simulated_worker import SimulatedWorker
 
 ENOUGH = 600
 """Workloads in which a mutant must be found; most are within the first ten."""
@@ -77,31 +78,32 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "scheduler:Scheduler.plan",
             "return plan",
-            "self._block_manager.unpin(self._in_flight[-1].pinned_blocks)\n    return plan",
+            "self._block_manager.unpin(self._in_flight[-1].pinned_blocks, [])\n    return plan",
         ),
-        ("commit:commit", "block_manager.unpin(plan.pinned_blocks)", "pass"),
+        ("commit:commit", "unpin(plan.pinned_blocks, ", "unpin([], "),
     ],
     "a child samples with its parent's index": [("plan_builder:PlanBuilder.fork", "child.sample)", "parent.sample)")],
     "a slot is not released": [("queues:Queues._release", "self.released_slots.append(sequence.slot)", "pass")],
-    "a taken block stays in the index": [("block_manager:BlockManager._take", "self.index.forget(block)", "pass")],
+    "a taken block stays in the index": [
+        ("block_manager:BlockManager._take", "self.index.forget(block)", "self.index.content(block)")
+    ],
     "hits are taken from the free list too late": [
         (
             "block_manager:BlockManager.allocate",
-            "pool, size = ",
-            "new = list(self._take() for _ in range(allocation.num_new)); pool, size = ",
+            "pool, size, table = ",
+            "new = list(self._take() for _ in range(allocation.num_new)); pool, size, table = ",
         ),
         ("block_manager:BlockManager.allocate", "[self._take() for _ in range(allocation.num_new)]", "new"),
     ],
     "a full hit leaves nothing to compute": [
-        ("block_manager:BlockManager.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
+        (
+            "block_manager:BlockManager.match_prefix",
+            "min((len(hits) + len(host_blocks)) * size, len(tokens) - 1)",
+            "(len(hits) + len(host_blocks)) * size",
+        ),
     ],
     "a full hit is written in place": [
-        ("block_manager:BlockManager.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
-        (
-            "block_manager:BlockManager.allocate",
-            "num_cached = len(allocation.hits) * size",
-            "num_cached = min(len(allocation.hits) * size, sequence.progress.num_tokens - 1)",
-        ),
+        ("block_manager:BlockManager.match_prefix", "hits.pop() if len(hits) * size > num_cached else None", "None"),
     ],
     "scores are sent again after a preemption": [
         (
@@ -114,14 +116,20 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("block_manager:BlockManager.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")
     ],
     "salts are ignored": [
-        ("block_manager:BlockManager.match_prefix", "sequence.request.cache_salt", '""'),
-        ("block_manager:BlockManager.allocate", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager._find_prefix", "sequence.request.prefix_root", '"0:"'),
+        ("block_manager:BlockManager.allocate", "sequence.request.prefix_root", '"0:"'),
     ],
     "blocks are published without their salt": [
-        ("block_manager:BlockManager.allocate", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager.allocate", "sequence.request.prefix_root", '"0:"'),
     ],
     "blocks are found without their salt": [
-        ("block_manager:BlockManager.match_prefix", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager._find_prefix", "sequence.request.prefix_root", '"0:"'),
+    ],
+    "a swapped sequence finds blocks without their salt": [
+        ("block_manager:BlockManager.match_prefix", "sequence.request.prefix_root", '"0:"'),
+    ],
+    "blocks are swapped without their salt": [
+        ("block_manager:BlockManager._published_contents", "sequence.request.prefix_root", '"0:"'),
     ],
     "a reset leaves the index": [("block_manager:BlockManager.reset_prefix_cache", "self.index.clear()", "pass")],
     "a reset forgets only what is free": [
@@ -134,7 +142,105 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "what was computed before a reset is published after it": [
         ("block_manager:BlockManager.reset_prefix_cache", "sequence.table.publish_at = NEVER", "pass"),
     ],
-    "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
+    "host blocks are reused while a plan names them": [
+        (
+            "scheduler:Scheduler.plan",
+            "return plan",
+            "self._block_manager.host_tier.unpin(self._in_flight[-1].host_blocks)\n    return plan",
+        ),
+        ("block_manager:BlockManager.unpin", "self.host_tier.unpin(host_blocks)", "pass"),
+    ],
+    "a copy is read before it has arrived": [
+        ("host_tier:HostTier.can_read", " and host_block not in self._written", ""),
+    ],
+    "a copy is read before it is made": [
+        ("host_tier:HostTier.can_read", "host_block not in self._outgoing and ", ""),
+    ],
+    "a swapped sequence does not wait for its copies": [
+        ("block_manager:BlockManager.is_leaving", "any(", "False and any("),
+    ],
+    "the tail is lost": [
+        ("block_manager:BlockManager.swap_out", "-(-num_tokens // self.block_size)", "num_tokens // self.block_size"),
+    ],
+    "the tail is not brought back": [
+        (
+            "block_manager:BlockManager.match_prefix",
+            "sequence.table.host_blocks[len(hits) :]",
+            "sequence.table.host_blocks[len(hits) : num_cached // size]",
+        ),
+    ],
+    "a reused host block stays in the index": [
+        ("host_tier:HostTier._take", "self.index.forget(host_block)", "pass"),
+    ],
+    "what is published again has another node than its copy": [
+        ("prefix:PrefixIndex.publish", "if self._below is not None else None", "if False else None"),
+    ],
+    "hits in host memory are reused to make room for them": [
+        ("block_manager:BlockManager.allocate", "self.host_tier.pin(host_block)", "pass"),
+        ("block_manager:BlockManager._copy_in", "index += 1", "self.host_tier.pin(host_block); index += 1"),
+    ],
+    "room for a victim is counted without what it shares": [("host_tier:HostTier.hold", " + num_taken", "")],
+    "a plan copies a block that it brings back": [
+        (
+            "block_manager:BlockManager.match_prefix",
+            "if copied is not None and (host_block",
+            "if False and (host_block",
+        ),
+    ],
+    "a block that will be written is published": [
+        ("block_manager:BlockManager._copy_in", "index * self.block_size <= allocation.num_cached", "True"),
+    ],
+    "blocks that come back are published under the wrong content": [
+        (
+            "block_manager:BlockManager._copy_in",
+            "self.index.add(published[0], block",
+            "self.index.add(published[0], table.blocks[index - 2]",
+        ),
+    ],
+    "what follows a copy is published behind the wrong node": [
+        ("block_manager:BlockManager._copy_in", "table.last_node = published[1]", "pass"),
+    ],
+    "a reused block is saved under another content": [
+        ("block_manager:BlockManager._take", "*published, block", "*published, max(block - 1, 0)"),
+    ],
+    "blocks are saved a plan too late": [
+        (
+            "scheduler:Scheduler.plan",
+            "builder.swap(*self._block_manager.host_tier.take_moves())",
+            "moves, late = self._block_manager.host_tier.take_moves(), vars(self).setdefault('late', []);"
+            " builder.swap(list(late), moves[1]); late[:] = moves[0]",
+        ),
+    ],
+    "a worker's death leaves host memory": [
+        (
+            "block_manager:BlockManager.reset",
+            "self.host_tier = HostTier(num_host_blocks, self.block_size)",
+            "former = vars(self).get('host_tier'); same = former and former.pool.num_blocks == num_host_blocks;"
+            " self.host_tier = former if same else HostTier(num_host_blocks, self.block_size)",
+        ),
+    ],
+    "blocks are swapped to a dead worker's memory": [
+        ("queues:Queues.reset", "self._release(sequence, may_swap=False)", "self._release(sequence)"),
+    ],
+    "a worker's death leaves sequences swapped": [
+        ("queues:Queues.reset", "self._block_manager.drop_host_blocks(sequence)", "pass"),
+    ],
+    "an abort leaves its host blocks": [
+        ("queues:Queues.finish", "self._block_manager.drop_host_blocks(sequence)", "pass"),
+    ],
+    "a finished sequence is swapped": [
+        ("queues:Queues._release", "may_swap and sequence.finish_reason is None", "may_swap"),
+    ],
+    "a resumed sequence keeps its host blocks": [
+        ("block_manager:BlockManager.allocate", "self.drop_host_blocks(sequence)", "pass"),
+    ],
+    "a reset leaves the index of host memory": [
+        ("block_manager:BlockManager.reset_prefix_cache", "self.host_tier.index.clear()", "pass"),
+    ],
+    "what was swapped before a reset is published after it": [
+        ("scheduler:Scheduler.reset_prefix_cache", ", *queues.waiting.items", ""),
+    ],
+    "later requests pass the first": [("planner:Planner._next_waiting", "waiting[num_passed]", "waiting[-1]")],
     "streams wait for prompts of any length": [
         ("planner:Planner._budget", "if streaming and", "if False and"),
     ],
@@ -177,7 +283,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "an orderly end keeps the slots": [
         (
             "scheduler:Scheduler.end_epoch",
-            "self._forget_worker(self._block_manager.pool.num_blocks)",
+            "self._forget_worker(*self._block_manager.sizes)",
             "self._epoch = None",
         ),
     ],
@@ -218,6 +324,62 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "suspects are never separated": [
         ("quarantine:Quarantine.lose_worker", "(len(suspects) + 1) // 2", "len(suspects)"),
     ],
+    "blocks of an adapter are found by others": [
+        ("sequence:Request.__init__", "adapter.number if adapter else 0", "0"),
+    ],
+    "blocks of an adapter are found by what replaces it": [
+        ("sequence:Request.__init__", "adapter.number if adapter else 0", "adapter.name if adapter else 0"),
+    ],
+    "an adapter is let go with plans in flight": [
+        (
+            "queues:Queues._stop",
+            "self.running.remove(sequence)",
+            "self.running.remove(sequence); self._adapters.release(sequence.request.adapter)",
+        ),
+        ("queues:Queues._release", "self._adapters.release(sequence.request.adapter)", "pass"),
+    ],
+    "a slot is taken from those that use it": [
+        ("adapters:Adapters.assign_slot", "and not other.num_holders", ""),
+        ("adapters:Adapters.is_available", "and self._num_idle > claimed", ""),
+    ],
+    "the worker does not hear of a slot": [
+        ("plan_builder:PlanBuilder.put_adapter", "self.adapter_slots.append", "str")
+    ],
+    "a worker's death leaves adapters in slots": [
+        ("adapters:Adapters.reset", "adapter.host, adapter.slot = Host.ABSENT, -1", "adapter.host = Host.ABSENT"),
+    ],
+    "a worker's death leaves adapters loaded": [
+        ("adapters:Adapters.reset", "adapter.host, adapter.slot = Host.ABSENT, -1", "adapter.slot = -1"),
+    ],
+    "an adapter that is used is unloaded": [
+        ("adapters:Adapters._make_room", "and not adapter.num_holders", ""),
+    ],
+    "what is unloaded stays in its slot": [
+        ("adapters:Adapters._unload", "adapter.host, adapter.slot = Host.ABSENT, -1", "adapter.host = Host.ABSENT"),
+    ],
+    "an adapter that nobody can name stays loaded": [
+        ("adapters:Adapters._drop_if_unused", "if adapter.host is Host.LOADED:", "if False:"),
+    ],
+    "an adapter that is replaced is dropped with requests left": [
+        ("adapters:Adapters._drop_if_unused", "or adapter.num_requests or", "or"),
+    ],
+    "a drained slot takes more": [
+        ("adapters:Adapters.is_available", "adapter is not self._draining or not (claimed or self._added)", "True"),
+    ],
+    "an idle slot is not kept for the claim": [("adapters:Adapters.is_available", "> claimed", "> 0")],
+    "a claim unloads nothing": [
+        ("adapters:Adapters.claim", "self._make_room(may_be_in_use=True)", "self._make_room(may_be_in_use=False)"),
+    ],
+    "files that have changed are not noticed": [
+        ("adapters:Adapters.note_loaded", "adapter.digest != digest", "False"),
+    ],
+    "requests of an adapter that is gone wait": [
+        ("scheduler:Scheduler.adapter_refused", "if refused is not None", "if False"),
+    ],
+    "those that have their adapter are passed": [
+        ("planner:Planner._admit", "if not self._adapters", "if sequence.sample == 1 or not self._adapters"),
+        ("planner:Planner._admit", "if not num_passed:", "if not num_passed and adapter:"),
+    ],
     "aborting the parent forgets its other samples": [
         ("queues:Queues._remove_from_request", "self.enqueue(successor)", "pass"),
     ],
@@ -231,6 +393,20 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
 def test_simulation_finds_the_mutant(name: str) -> None:
     with mutated(CORE, MUTANTS[name]):
         assert any(_fails(seed) for seed in range(ENOUGH)), f"not found: {name}"
+
+
+WRONG_ORDERS = {
+    "blocks are copied before others are saved": ["_copy", "_swap_out", "_swap_in", "_compute_rows"],
+    "blocks come back before others are saved": ["_swap_in", "_swap_out", "_copy", "_compute_rows"],
+    "rows are computed before blocks come back": ["_swap_out", "_copy", "_compute_rows", "_swap_in"],
+    "rows are computed before blocks are saved": ["_copy", "_swap_in", "_compute_rows", "_swap_out"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ORDERS)
+def test_simulation_finds_a_worker_with_another_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedWorker, "ORDER", WRONG_ORDERS[name])
+    assert any(_fails(seed) for seed in range(ENOUGH)), f"not found: {name}"
 
 
 def _fails(seed: int) -> bool:

@@ -13,8 +13,9 @@ from shared.protocol import FinishReason, Refused
 def run(seed: int) -> SimulatedEngine:
     """Run one workload from beginning to end. Raise AssertionError if an invariant is broken."""
     rng = Random(seed)
-    engine = _engine(random_limits(rng), Random(f"time of {seed}"))
-    script = _Script(rng, engine, Random(f"cache of {seed}"))
+    adapter_rng = Random(f"adapters of {seed}")
+    engine = _engine(random_limits(rng), Random(f"time of {seed}"), adapter_rng)
+    script = _Script(rng, engine, Random(f"cache of {seed}"), adapter_rng)
     for _ in range(rng.randint(4, 40)):
         script.move()
     script.finish()
@@ -44,26 +45,39 @@ def random_limits(rng: Random) -> Limits:
     )
 
 
-def _engine(limits: Limits, rng: Random) -> SimulatedEngine:
+def _engine(limits: Limits, rng: Random, adapter_rng: Random) -> SimulatedEngine:
     """Return an engine whose steps take time, if `rng` says so, of which the workers have measured one thing or other.
 
-    It has its own `rng`, so that the rest of a workload stays as it is.
+    It has an `rng` of its own, and another for adapters, so that the rest of a workload stays as it is.
     """
+    max_loras = adapter_rng.choice([0, 0, 0, 1, 2, 3])
     costs = StepCosts(rng.uniform(0.001, 0.02), rng.uniform(1e-4, 1e-2), rng.uniform(2e-4, 3e-3), 1e-5)
     wrong = rng.choice([0.0, 0.2, 1.0, 1.0, 5.0])
+    max_step_seconds = rng.choice([0.0, 0.02, 0.05])
+    mode = rng.choice(["auto", "swap", "swap", "recompute"])
+    host_blocks = rng.choice([0, 2, limits.num_blocks // 2, limits.num_blocks, 2 * limits.num_blocks])
     return SimulatedEngine(
-        replace(limits, max_step_seconds=rng.choice([0.0, 0.02, 0.05])),
+        replace(limits, max_step_seconds=max_step_seconds, preemption_mode=mode),
         costs=costs,
         measured=(costs.step * wrong, costs.token * wrong),
+        host=(host_blocks, rng.choice([0.0, 1e-4, 1e-3])),
+        max_loras=max_loras,
+        max_cpu_loras=max_loras and max_loras + adapter_rng.choice([0, 0, 1, 3]),
     )
 
 
 class _Script:
     """The random calls of a workload, and the conditions that its outcome must meet."""
 
-    def __init__(self, rng: Random, engine: SimulatedEngine, cache_rng: Random) -> None:
-        """`cache_rng` decides about salts and resets of the prefix cache, so that the rest stays as it is."""
+    def __init__(self, rng: Random, engine: SimulatedEngine, cache_rng: Random, adapter_rng: Random) -> None:
+        """`cache_rng` decides about salts and resets of the prefix cache, so that the rest stays as it is.
+
+        So does `adapter_rng` about adapters.
+        """
         self.rng = rng
+        self.adapter_rng = adapter_rng
+        self.flood = bool(engine.adapters.max_loras) and adapter_rng.random() < 0.2
+        self.names = [str(name) for name in range(adapter_rng.randint(1, 6))] if engine.adapters.max_loras else []
         self.cache_rng = cache_rng
         self.salts = cache_rng.choice([[""], [""], ["", "1", "2"]])
         self.resets = cache_rng.choice([0.0, 0.0, 0.05, 0.3])  # the share of calls before which there is one
@@ -75,6 +89,8 @@ class _Script:
         self.poisonous = rng.random() < 0.1
         self.work = 0  # positions to compute if nothing is shared or computed twice
         self.poisoned: set[int] = set()
+        for name in self.names[:3]:
+            self._change_adapters(name)
 
     def move(self) -> None:
         """Make one random call."""
@@ -82,6 +98,11 @@ class _Script:
         engine.now += rng.choice([0.0, 0.001, 0.01])
         if self.cache_rng.random() < self.resets:
             engine.reset_prefix_cache()
+        if self.names:
+            if self.adapter_rng.random() < 0.25:
+                self._change_adapters(self.adapter_rng.choice(self.names))
+            if engine.adapters.answers and self.adapter_rng.random() < 0.3:
+                engine.deliver_load()
         roll = rng.random()
         if roll < 0.3:
             self._submit()
@@ -107,17 +128,62 @@ class _Script:
         engine = self.engine
         if engine.worker is None:
             engine.begin_epoch()
-        if self.rng.random() < 0.2:
+        drains = self.rng.random() < 0.2
+        if self.flood:
+            self._flood()
+        if drains:
             engine.core.drain()
         # each step moves the first in order on by a position at min_tokens, and a preempted one is computed again
         engine.run(100 + 8 * self.work * (1 + len(self.poisoned)))
+
+    def _flood(self) -> None:
+        """Let requests of all adapters come without end, until those that were there before have ended.
+
+        Adapters that were added before are loaded meanwhile.
+        """
+        engine = self.engine
+        before = [key for key, client in engine.clients.items() if client.finish_reason is None]
+        bound = 100 + 8 * self.work * (1 + len(self.poisoned))
+        while any(engine.clients[key].finish_reason is None for key in before) or engine.core._adapters._added:
+            if engine.core.snapshot().waiting < 2 * engine.limits.max_num_seqs:
+                self._submit_late()
+            engine.step()
+            bound -= 1
+            assert bound >= 0, f"those that come later starve it: {engine.core!r}"
+        engine.events["floods"] += bool(before)
+
+    def _submit_late(self) -> None:
+        """Submit a request that is behind all others in the order."""
+        engine, prompt = self.engine, self.prefixes[0][:4]
+        priority = 3 if engine.limits.policy == "priority" else 0
+        adapter = self.adapter_rng.choice(["", *engine.adapters.named])
+        max_tokens = min(self.adapter_rng.randint(1, 6), engine.limits.max_model_len - len(prompt))
+        outcome = engine.submit(prompt, max_tokens, priority=priority, arrival=engine.now + 1e6, adapter=adapter)
+        if not isinstance(outcome, Refused):
+            self.work += len(prompt) + max_tokens + 1
+
+    def _change_adapters(self, name: str) -> None:
+        """Add, replace or remove an adapter, or let its files change, go or come back."""
+        rng, engine = self.adapter_rng, self.engine
+        files, path = engine.adapters.files, f"/{name}/{rng.randint(0, 1)}"
+        roll = rng.random()
+        if roll < 0.6:
+            files.setdefault(path, rng.randint(1, 1000))
+            engine.add_adapter(name, path, replaces=rng.random() < 0.7)
+        elif roll < 0.65:
+            engine.remove_adapter(name)
+        elif roll < 0.84:
+            files[path] = rng.randint(1, 1000)
+        else:
+            files.pop(path, None)
 
     def check_outcome(self) -> None:
         """Check the conditions on the workload as a whole."""
         caching = self.engine.limits.prefix_caching  # a hit spares computing the deadly position
         for (id, _), client in self.engine.clients.items():
             if client.finish_reason is FinishReason.ERROR:  # killed twice while alone, by itself or by chance
-                assert id in self.poisoned or self.losses > 1, "an innocent request was condemned"
+                failed = any(id == other for other, _ in self.engine.adapters.failed)
+                assert id in self.poisoned or self.losses > 1 or failed, "an innocent request was condemned"
             elif (
                 id in self.poisoned and client.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not caching
             ):
@@ -144,6 +210,7 @@ class _Script:
         if poisonous:
             engine.poison[seed] = rng.randint(1, len(prompt) + max_tokens)
             self.poisoned.add(seed)
+        adapter = self.adapter_rng.choice(["", *self.names])
         outcome = engine.submit(
             prompt,
             max_tokens,
@@ -157,9 +224,10 @@ class _Script:
             min_tokens=min_tokens,
             prompt_logprobs=scores,
             salt=self.cache_rng.choice(self.salts),
+            adapter=adapter,
         )
         if isinstance(outcome, Refused):
-            assert not output
+            assert not output or (adapter and adapter not in engine.adapters.named)
         else:
             self.work += n * (len(prompt) + max_tokens + 1)
 

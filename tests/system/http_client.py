@@ -46,9 +46,9 @@ def talk(**changes: Any) -> Script:
     return msgspec.structs.replace(TALK, **changes)
 
 
-def chained(prompt: Sequence[int], count: int) -> str:
+def chained(prompt: Sequence[int], count: int, adapter: int = 0) -> str:
     """Return the model's answer to a prompt that begins with CHAIN and contains neither ENDLESS nor BRIEF."""
-    return TOKENIZER.decode(expected_chain(list(prompt), count, vocab_size=TALK.vocab_size))
+    return TOKENIZER.decode(expected_chain(list(prompt), count, vocab_size=TALK.vocab_size, adapter=adapter))
 
 
 class Listening(Protocol):

@@ -22,7 +22,14 @@ class RunnerClient:
     """Configures a runner, and numbers its steps."""
 
     def __init__(
-        self, runner: Runner, *, slots: int = 8, blocks: int = 64, block_size: int = 4, max_model_len: int = 128
+        self,
+        runner: Runner,
+        *,
+        slots: int = 8,
+        blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 128,
+        host_blocks: int = 0,
     ) -> None:
         self.runner = runner
         self.epoch = Epoch(boot_id="test", count=1)
@@ -35,6 +42,7 @@ class RunnerClient:
                 max_num_seqs=slots,
                 max_model_len=max_model_len,
                 max_num_batched_tokens=512,
+                num_host_blocks=host_blocks,
             )
         )
 
@@ -46,6 +54,9 @@ class RunnerClient:
         writes: Sequence[TableWrite] = (),
         copies: Sequence[tuple[int, int]] = (),
         released: Sequence[int] = (),
+        swap_out: Sequence[tuple[int, int]] = (),
+        swap_in: Sequence[tuple[int, int]] = (),
+        adapters: Sequence[tuple[int, int]] = (),
     ) -> dict[int, SampledRow]:
         """Execute one step with `rows` of (slot, start, count, samples), and return the results by slot."""
         plan = StepPlan(
@@ -57,6 +68,9 @@ class RunnerClient:
             table_writes=list(writes),
             block_copies=list(copies),
             released_slots=list(released),
+            swap_out=list(swap_out),
+            swap_in=list(swap_in),
+            adapter_slots=list(adapters),
         )
         result = self.runner.launch(plan).result()
         assert (result.epoch, result.step) == (self.epoch, self.step)
@@ -73,7 +87,7 @@ class RunnerClient:
 
 def sequence(
     slot: int, tokens: Sequence[int], blocks: Sequence[int], *, prompt_len: int | None = None, sample: int = 0,
-    **params: Any,
+    adapter_slot: int = -1, **params: Any,
 ) -> NewSequence:  # fmt: skip
     """Return a sequence that is greedy unless `params` say otherwise."""
     sampling = Sampling(**({"max_tokens": 64, "seed": 0, "temperature": 0.0} | params))
@@ -84,4 +98,5 @@ def sequence(
         blocks=list(blocks),
         sampling=sampling,
         sample=sample,
+        adapter_slot=adapter_slot,
     )

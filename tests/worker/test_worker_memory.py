@@ -10,7 +10,7 @@ from kernels.load import ops
 from services.worker import kv_memory as kv_memory_module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
-from services.worker.kv_memory import GIB, kv_memory
+from services.worker.kv_memory import GIB, host_kv_memory, kv_memory
 from services.worker.models.causal_lm import ModelShape
 from services.worker.models.load import load_model
 from services.worker.runner import ModelRunner
@@ -42,6 +42,14 @@ def test_workers_of_one_machine_divide_its_free_memory(monkeypatch: pytest.Monke
     assert kv_memory(WorkerConfig(local_world_size=2, kv_cache_memory=7), CPU, None) == 7 * GIB
     monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 160 * GIB)
     assert kv_memory(WorkerConfig(local_world_size=4), CPU, None) == 4 * GIB
+
+
+def test_swapped_blocks_get_four_gib_at_most_an_eighth_or_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 12 * GIB)
+    assert [host_kv_memory(WorkerConfig(local_world_size=count)) / GIB for count in (1, 2)] == [1.5, 0.75]
+    assert [host_kv_memory(WorkerConfig(swap_space=size)) / GIB for size in (0, 0.5, 20)] == [0, 0.5, 20]
+    monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 160 * GIB)
+    assert host_kv_memory(WorkerConfig()) == 4 * GIB
 
 
 def test_the_largest_step_has_the_schedulers_sizes() -> None:

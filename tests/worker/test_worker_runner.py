@@ -27,7 +27,9 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def runner(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder = save(model, tmp_path_factory.mktemp("model"))
-    return start_runner(WorkerConfig(model=str(folder), device="cpu", num_threads=1, kv_cache_memory=0.01))
+    return start_runner(
+        WorkerConfig(model=str(folder), device="cpu", num_threads=1, kv_cache_memory=0.01, swap_space=0.02)
+    )
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -48,6 +50,8 @@ def test_info(runner: ModelRunner) -> None:
     assert info.device == "cpu"
     assert info.step_seconds > 0
     assert info.token_seconds > 0
+    assert info.host_kv_memory == int(0.02 * 2**30)
+    assert info.swap_bytes_per_second > 1e6
     assert len(info.model.fingerprint) == len(info.model.weights_digest) == len(info.model.text_digest) == 16
 
 
@@ -142,6 +146,30 @@ def test_fork_and_copy_on_write(runner: ModelRunner) -> None:
             got[slot] += rows[slot].tokens
         rows = client.run(*((slot, 11 + step, 1, 1) for slot in got))
     assert [got[4], got[2], got[6]] == alone
+
+
+def test_swapped_blocks_are_saved_first_and_come_back_last(runner: ModelRunner) -> None:
+    """The plan that saves a sequence's blocks gives them to another one, as copies and as what that one computes."""
+    client = RunnerClient(runner, host_blocks=4)
+    whole = client.run((0, 0, 10, 1), new=[sequence(0, PROMPT, [5, 6, 7])])[0].tokens
+    other = PROMPT[::-1]
+    expected = client.run((1, 0, 10, 1), new=[sequence(1, other, [20, 21, 22])])[1].tokens
+    expected += client.decode(1, 11, 1)
+    again = client.run(
+        (2, 8, 2, 1),
+        new=[sequence(2, other, [5, 6, 7])],
+        swap_out=[(7, 3), (5, 0), (6, 1)],
+        copies=[(20, 5), (21, 6)],
+        released=[0, 1],
+    )[2].tokens
+    assert again + client.decode(2, 11, 1) == expected
+    tokens = PROMPT + whole
+    entered = sequence(0, tokens, [5, 30, 31], prompt_len=10)
+    rest = client.run((0, 10, 1, 1), new=[entered], swap_in=[(3, 31), (0, 5), (1, 30)], released=[2])[0].tokens
+    whole += rest + client.decode(0, 12, 0)
+    undisturbed = RunnerClient(runner)
+    first = undisturbed.run((0, 0, 10, 1), new=[sequence(0, PROMPT, range(3))])[0].tokens
+    assert first + undisturbed.decode(0, 11, 1) == whole
 
 
 def test_a_fork_needs_a_parent(runner: ModelRunner) -> None:

@@ -13,7 +13,10 @@ from services.worker import service as module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
 from services.worker.service import POLL_INTERVAL, Service
+from shared.errors import ModelError
 from shared.protocol import (
+    AdapterLoaded,
+    AdapterRefused,
     Configure,
     Configured,
     Epoch,
@@ -21,6 +24,7 @@ from shared.protocol import (
     Fork,
     Heartbeat,
     Leave,
+    LoadAdapter,
     NewSequence,
     Register,
     Row,
@@ -28,6 +32,7 @@ from shared.protocol import (
     StepPlan,
     StepResult,
     Stop,
+    UnloadAdapter,
     WorkerToScheduler,
     decode_from_worker,
     encode,
@@ -81,10 +86,24 @@ class HeldRunner(ScriptedRunner):
     def __init__(self) -> None:
         super().__init__(Script())
         self.steps: list[HeldStep] = []
+        self.adapters: list[str] = []  # what was done with them
+        self.read = threading.Event()  # lets adapters be read
 
     def launch(self, plan: StepPlan) -> HeldStep:  # type: ignore[override]
         self.steps.append(HeldStep(plan))
         return self.steps[-1]
+
+    def load_adapter(self, adapter: int, path: str) -> str:
+        self.read.wait()
+        if path == "broken":
+            raise ModelError("broken: it has no tensors")
+        if path == "bug":
+            raise ZeroDivisionError("division by zero")
+        self.adapters.append(f"load {adapter}")
+        return f"digest of {path}"
+
+    def unload_adapter(self, adapter: int) -> None:
+        self.adapters.append(f"unload {adapter}")
 
 
 class ServedRunner:
@@ -106,7 +125,7 @@ class ServedRunner:
     def send_bytes(self, data: bytes) -> None:
         self.socket.send_multipart([self.worker, data])
 
-    def send(self, message: Configure | StepPlan | Stop) -> None:
+    def send(self, message: Configure | StepPlan | Stop | LoadAdapter | UnloadAdapter) -> None:
         self.send_bytes(encode(message))
 
     def receive(self, seconds: float = 5.0) -> WorkerToScheduler | None:
@@ -135,6 +154,7 @@ class ServedRunner:
             time.sleep(0.005)
 
     def close(self) -> None:
+        self.runner.read.set()
         for step in self.runner.steps:
             step.finish.set()
         if not self.socket.closed:
@@ -269,3 +289,46 @@ def test_a_worker_outlives_messages_that_cannot_be_read(served: ServedRunner, ca
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     assert all(error.startswith(f"the scheduler at {address} sent an invalid message: ") for error in errors)
+
+
+def test_steps_go_on_while_an_adapter_is_read(served: ServedRunner) -> None:
+    served.send(LoadAdapter(4, "a"))
+    served.launch(0, 1)
+    for step in served.runner.steps:
+        step.finish.set()
+    assert [served.receive(), served.receive()] == [StepResult(EPOCH, step, []) for step in (0, 1)]
+    served.runner.read.set()
+    assert served.receive() == AdapterLoaded(4, "digest of a")
+
+
+def test_adapters_are_answered_in_the_order_of_the_scheduler(served: ServedRunner) -> None:
+    served.runner.read.set()
+    for message in (LoadAdapter(1, "a"), LoadAdapter(2, "broken"), UnloadAdapter(1), LoadAdapter(3, "c")):
+        served.send(message)
+    refused = AdapterRefused(2, "broken: it has no tensors")
+    expected = [AdapterLoaded(1, "digest of a"), refused, AdapterLoaded(3, "digest of c")]
+    assert [served.receive() for _ in expected] == expected
+    assert served.runner.adapters == ["load 1", "unload 1", "load 3"]
+
+
+def test_any_error_of_reading_an_adapter_is_answered(served: ServedRunner) -> None:
+    """The worker lives on: requests of others do not depend on it."""
+    served.runner.read.set()
+    served.send(LoadAdapter(1, "bug"))
+    assert served.receive() == AdapterRefused(1, "bug: ZeroDivisionError: division by zero")
+    served.send(LoadAdapter(2, "a"))
+    assert served.receive() == AdapterLoaded(2, "digest of a")
+
+
+def test_a_new_epoch_forgets_adapters_that_are_being_read(served: ServedRunner) -> None:
+    """Their answers would be taken for loaded adapters, which the runner has forgotten."""
+    for number in (1, 2):
+        served.send(LoadAdapter(number, "a"))
+    time.sleep(0.1)  # so that the first is being read
+    served.send(Configure(Epoch("test", 2), 16, 8, 4, 64, 128))
+    time.sleep(0.1)
+    served.runner.read.set()
+    assert served.receive() == Configured(Epoch("test", 2))
+    served.send(LoadAdapter(3, "a"))
+    assert served.receive() == AdapterLoaded(3, "digest of a")
+    assert served.runner.adapters == ["load 1", "load 3"]

@@ -138,7 +138,7 @@ template <>
 struct Products<int8_t> {
     using Operand = int8_t;
     static constexpr int OPERANDS = 2;
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     static constexpr int SUMS = 12;  // each of two registers
 #else
     static constexpr int SUMS = 24;

@@ -10,9 +10,10 @@
 //
 //     u[n, k] = group_scale[n, k / 32] * quant[n, k] + min[n, k / 32]
 //
-// So both have the same GEMM: a thread unpacks 128 inputs of a panel of 4 bits into its L1 cache, where all rows use
-// them. A whole group of 128 inputs is one sum of integers. Scales for each 32 inputs, as the formats of
-// quantized_linear.cpp have, cost a third of the time of a GEMM with many rows.
+// So both have the same GEMM: with VNNI, a thread unpacks 128 inputs of a panel of 4 bits into its L1 cache, where all
+// rows use them. Without, products of the quants themselves are faster. A whole group of 128 inputs is one sum of
+// integers. Scales for each 32 inputs, as the formats of quantized_linear.cpp have, cost a third of the time of a GEMM
+// with many rows.
 //
 // A row's result does not depend on the other rows: activations have a scale for each row and group, groups are added
 // in order, and integer sums are exact.
@@ -29,9 +30,11 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "int8.h"
+#include "int8_tiles.h"
 #include "matrix.h"
 #include "parts.h"
 #include "tiles.h"
@@ -47,10 +50,16 @@ constexpr int SCALE_BYTES = PANEL * int(sizeof(float));
 
 #if defined(__AVX512VNNI__)
 constexpr int TERM_TILE = 8;  // terms: their sums, 16 vectors of int32, and what is loaded fit into the registers
+constexpr int RECORD_TILE = 4;   // terms that are multiplied by a record together
 constexpr int DIRECT_TERMS = 4;  // with more of them, 4 bits are unpacked once for all
+#elif defined(__AVXVNNI__)
+constexpr int TERM_TILE = 2;
+constexpr int RECORD_TILE = 1;
+constexpr int DIRECT_TERMS = 1;
 #else
 constexpr int TERM_TILE = 2;
-constexpr int DIRECT_TERMS = 1;
+constexpr int RECORD_TILE = 2;
+constexpr int DIRECT_TERMS = std::numeric_limits<int>::max();  // products of 4 bits need half the time
 #endif
 
 // Bytes of a panel before its scales.
@@ -88,18 +97,21 @@ void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term
     for (int n = 0; n < N; n++) add_term(left[n], right[n], term[n], sums);
 }
 
-// Adds N terms times a group of 4 bits without unpacking its u. The integers, and so the sums, are those of
-// `multiply_tile`: Σ u q = group_scale * Σ quant q + min * Σ q.
+// Adds N terms, from `first` on, times a group of 4 bits without unpacking its u. The integers, and so the sums, are
+// those of `multiply_tile`: Σ u q = group_scale * Σ quant q + min * Σ q.
 template <int N>
-void multiply_records(const uint8_t* record, const Terms& terms, float* sums) {
+void multiply_records(const uint8_t* record, const Terms& terms, int64_t first, float* sums) {
+    const Term* term = terms.term + first;
+    const int8_t* q = terms.q + first * terms.size;
+    const int32_t* part_totals = terms.part_totals + first * (terms.size / PART);
     I32x16 total[2][N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) total[0][n] = total[1][n] = I32x16::set(-ZERO_POINT * terms.term[n].total);
-    for (int part = 0; part < terms.size / RECORD_INPUTS; part++, record += RECORD_BYTES) {
-        prefetch_ahead(record, RECORD_BYTES);
-        I32x16 dot[2][N];
+    for (int n = 0; n < N; n++) total[0][n] = total[1][n] = I32x16::set(-ZERO_POINT * term[n].total);
+    for (int part = 0; part < terms.size / RECORD_INPUTS; part++, record += RECORD_BYTES, q += RECORD_INPUTS) {
+        if (first == 0) prefetch_ahead(record, RECORD_BYTES);
+        NibbleSum dot[2][N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) dot[0][n] = dot[1][n] = I32x16::set(0);
+        for (int n = 0; n < N; n++) dot[0][n] = dot[1][n] = NibbleSum::set(0);
 #pragma GCC unroll 4
         for (int s = 0; s < 4; s++)
 #pragma GCC unroll 2
@@ -107,9 +119,8 @@ void multiply_records(const uint8_t* record, const Terms& terms, float* sums) {
                 U8x64 quants = U8x64::load(record + s * 128 + half * 64);
 #pragma GCC unroll 4
                 for (int n = 0; n < N; n++) {
-                    const int8_t* q = terms.q + n * terms.size + part * RECORD_INPUTS + 4 * s;
-                    dot[half][n].add_dot(quants.low_nibbles(), q);
-                    dot[half][n].add_dot(quants.high_nibbles(), q + 16);
+                    dot[half][n].add_dot(quants.low_nibbles(), q + n * terms.size + 4 * s);
+                    dot[half][n].add_dot(quants.high_nibbles(), q + n * terms.size + 4 * s + 16);
                 }
             }
 #pragma GCC unroll 2
@@ -118,13 +129,13 @@ void multiply_records(const uint8_t* record, const Terms& terms, float* sums) {
             I32x16 group_scale = I32x16::load(tail), min = I32x16::load(tail + PANEL);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
-                I32x16 q_total = I32x16::set(terms.part_totals[n * (terms.size / PART) + part]);
-                total[half][n] = total[half][n] + group_scale * dot[half][n] + min * q_total;
+                I32x16 q_total = I32x16::set(part_totals[n * (terms.size / PART) + part]);
+                total[half][n] = total[half][n] + dot[half][n].times(group_scale) + min.times_16(q_total);
             }
         }
     }
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) add_term(total[0][n], total[1][n], terms.term[n], sums);
+    for (int n = 0; n < N; n++) add_term(total[0][n], total[1][n], term[n], sums);
 }
 
 // Unpacks a record of 4 bits to the u of 32 inputs.
@@ -141,28 +152,44 @@ void unpack_record(const uint8_t* record, uint8_t* u) {
     }
 }
 
+// Adds all terms times a group, whose u are those of the packed weight if it has 8 bits.
+template <int BITS>
+void multiply_group(const uint8_t* u, const Terms& terms, Int8Tiles& tiles, float* sums) {
+    if (tiles.fit(terms)) {  // the integers, and so the sums, are those of `multiply_tile`
+        if (BITS == 8) prefetch_ahead(u, terms.size * PANEL);
+        return tiles.for_each_dots(u, terms, [&](const Term& term, const int32_t* dots) {
+            I32x16 zero = I32x16::set(-ZERO_POINT * term.total);
+            add_term(I32x16::load(dots) + zero, I32x16::load(dots + 16) + zero, term, sums);
+        });
+    }
+    for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
+        const int8_t* q = terms.q + first * terms.size;
+        if (BITS == 8 && first == 0)
+            multiply_tile<n, true>(u, terms.size, q, terms.term, sums);
+        else
+            multiply_tile<n, false>(u, terms.size, q, terms.term + first, sums);
+    });
+}
+
 template <int BITS>
 void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* sums) {
+    Int8Tiles tiles;
     const uint8_t* u = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(BITS, w.inputs);
     for (int64_t g = 0; g < rows.groups(); g++) {
         Terms terms = rows.terms(g);
-        int64_t bytes = panel_quant_bytes(BITS, terms.size);
-        if (BITS == 4 && terms.count <= DIRECT_TERMS) {
-            for_even_tiles<DIRECT_TERMS>(terms.count, [&](auto n, int64_t) { multiply_records<n>(u, terms, sums); });
+        if (BITS == 8) {
+            multiply_group<8>(u, terms, tiles, sums);
+        } else if (terms.count <= DIRECT_TERMS) {
+            for_even_tiles<RECORD_TILE>(terms.count, [&](auto n, int64_t first) {
+                multiply_records<n>(u, terms, first, sums);
+            });
         } else {
             alignas(64) uint8_t unpacked[MAX_ACTIVATION_GROUP * PANEL];
-            for (int k = 0; BITS == 4 && k < terms.size; k += RECORD_INPUTS)
+            for (int k = 0; k < terms.size; k += RECORD_INPUTS)
                 unpack_record(u + panel_quant_bytes(4, k), unpacked + k * PANEL);
-            const uint8_t* group_u = BITS == 4 ? unpacked : u;
-            for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
-                const int8_t* q = terms.q + first * terms.size;
-                if (BITS == 8 && first == 0)
-                    multiply_tile<n, true>(group_u, terms.size, q, terms.term, sums);
-                else
-                    multiply_tile<n, false>(group_u, terms.size, q, terms.term + first, sums);
-            });
+            multiply_group<4>(unpacked, terms, tiles, sums);
         }
-        u += bytes;
+        u += panel_quant_bytes(BITS, terms.size);
     }
 }
 
@@ -255,16 +282,6 @@ void pack_output(const float* x, int64_t inputs, int lane, uint8_t* panel) {
     }
 }
 
-template <class T>
-void read_row(const T* row, int64_t stride, std::vector<float>& x) {
-    int64_t inputs = x.size();
-    if (stride == 1) {
-        for (int64_t k = 0; k < inputs; k += 16) F32x16::load(row + k).store(&x[k]);
-        return;
-    }
-    for (int64_t k = 0; k < inputs; k++) x[k] = widen(row[k * stride]);
-}
-
 // Returns the panels of the outputs of all parts, one after another.
 at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
     TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
@@ -279,7 +296,7 @@ at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
             uint8_t* panel_data = data + panel * bytes;
             std::fill_n(panel_data, bytes, 0);
             for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
-                read_row(row, stride, x);
+                read_inputs(row, stride, inputs, x.data());
                 bits == 8 ? pack_output<8>(x.data(), inputs, lane, panel_data)
                           : pack_output<4>(x.data(), inputs, lane, panel_data);
             });

@@ -11,6 +11,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -18,6 +19,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "lora.h"
 #include "matrix.h"
 #include "tiles.h"
 
@@ -61,11 +63,12 @@ Matrix matrix_of(const Tensor& packed, int64_t outputs, const std::string& forma
     return channel_matrix(packed, outputs, bits);
 }
 
-// A packed matrix and its bias (outputs). It owns the tensors that `matrix` points to.
+// A packed matrix, its bias (outputs) and its adapters. It owns the tensors that `matrix` points to.
 struct Projection : torch::CustomClassHolder {
     Tensor packed;
     MaybeTensor bias;
     Matrix matrix;
+    std::optional<LoraStack> lora;
 
     // A matrix of floats ignores `bits`, only one with groups reads `has_mins` and `zero_point`.
     Projection(Tensor packed, int64_t outputs, std::string format, int64_t bits, bool has_mins, int64_t zero_point,
@@ -73,6 +76,12 @@ struct Projection : torch::CustomClassHolder {
         : packed(packed), bias(bias), matrix(matrix_of(packed, outputs, format, bits, has_mins, zero_point)) {
         TORCH_CHECK(!bias || (bias->numel() == outputs && bias->is_contiguous() && bias->scalar_type() == at::kFloat),
                     "a bias is float32, one number for each output");
+    }
+
+    void set_lora(Tensor a, Tensor b, Tensor ranks, std::vector<int64_t> part_outputs) {
+        lora.emplace(a, b, ranks, part_outputs);
+        TORCH_CHECK(lora->inputs() == matrix.inputs && lora->outputs() == matrix.outputs,
+                    "the adapters are for a matrix of another size");
     }
 };
 using ProjectionPtr = c10::intrusive_ptr<Projection>;
@@ -130,10 +139,11 @@ struct DecoderLayer {
 };
 
 // Consecutive tokens of the batch: the index of the first token and of its row. `offsets` and `starts` are those of the
-// parts of rows that the block has; see AttentionProblem.
+// parts of rows that the block has; see AttentionProblem. `adapters` are the tokens that use one.
 struct TokenBlock {
     int64_t first, count, row;
     std::vector<int64_t> offsets, starts;
+    std::vector<LoraSegment> adapters;
 };
 
 std::vector<TokenBlock> split_into_blocks(int64_t tokens, const int64_t* offsets, const int64_t* starts) {
@@ -141,7 +151,7 @@ std::vector<TokenBlock> split_into_blocks(int64_t tokens, const int64_t* offsets
     int64_t row = 0;
     for_even_blocks(tokens, MAX_BLOCK_ROWS, [&](int64_t first, int64_t count) {
         while (offsets[row + 1] <= first) row++;
-        TokenBlock block{first, count, row, {0}, {}};
+        TokenBlock block{first, count, row, {0}, {}, {}};
         for (int64_t r = row; offsets[r] < first + count; r++) {
             block.starts.push_back(starts[r] + std::max<int64_t>(0, first - offsets[r]));
             block.offsets.push_back(std::min(first + count, offsets[r + 1]) - first);
@@ -174,15 +184,18 @@ struct DecoderLayers : torch::CustomClassHolder {
         rotated_qk.resize(MAX_BLOCK_ROWS * (config.heads + config.kv_heads) * config.head_dim);
         attended.resize(MAX_BLOCK_ROWS * config.heads * config.head_dim);
         inner_rows.resize(std::max<size_t>(inner_rows.size(), MAX_BLOCK_ROWS * layer.down->matrix.inputs));
+        for (const ProjectionPtr& projection : {layer.qkv, layer.out, layer.up, layer.down})
+            adapter_slots = std::min(adapter_slots, projection->lora ? projection->lora->a.size(0) : 0);
         layers.push_back(std::move(layer));
     }
 
     // Returns hidden states (T, H) for embeddings `x` (T, H), and writes keys and values to the caches of each layer.
     // `cos` and `sin` are a tensor (T, R) for each rope. `angles` are a tensor (tiles, R, 64) for each rope, or empty
-    // if no layer has a bias of keys in `kv_bias`.
+    // if no layer has a bias of keys in `kv_bias`. `lora_slots` and `lora_offsets` are those of `LoraSegments`; both are
+    // empty if no token uses an adapter.
     Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slot_mapping, Tensor offsets,
                    Tensor starts, Tensor block_tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
-                   std::vector<Tensor> angles) {
+                   std::vector<Tensor> angles, Tensor lora_slots, Tensor lora_offsets) {
         TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "x must be float32 and contiguous");
         TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(),
                     "there must be a cache for each layer");
@@ -194,6 +207,9 @@ struct DecoderLayers : torch::CustomClassHolder {
         const int64_t *row_offsets = offsets.const_data_ptr<int64_t>(), *row_starts = starts.const_data_ptr<int64_t>();
         const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
         std::vector<TokenBlock> blocks = split_into_blocks(x.size(0), row_offsets, row_starts);
+        for (TokenBlock& block : blocks)
+            if (lora_slots.numel())
+                block.adapters = segments_within(lora_slots, lora_offsets, adapter_slots, block.first, block.count);
         // `branch` is the last output of attention or feed-forward. The next norm adds it to the residual.
         Tensor residual = x.clone(), branch = at::empty_like(x);
         for (size_t index = 0; index < layers.size(); index++) {
@@ -202,6 +218,7 @@ struct DecoderLayers : torch::CustomClassHolder {
             for (const TokenBlock& block : blocks) {
                 float* block_residual = residual.mutable_data_ptr<float>() + block.first * x.size(1);
                 float* block_branch = branch.mutable_data_ptr<float>() + block.first * x.size(1);
+                adapters.segments = block.adapters;
                 norm(index ? block_branch : nullptr, block_residual, layer.attention_norm, layer.qkv->matrix,
                      block.count);
                 project(*layer.qkv, normed.data(), block.count, qkv_rows.data());
@@ -227,6 +244,8 @@ struct DecoderLayers : torch::CustomClassHolder {
     // Intermediate results of one block of tokens, a row for each token.
     QuantizedRows quantized, quantized_inner;
     std::vector<float> normed, qkv_rows, rotated_qk, attended, inner_rows;
+    LoraRows adapters;
+    int64_t adapter_slots = std::numeric_limits<int64_t>::max();  // of each layer
 
     // residual (count, H) += branch, unless that is nullptr. Writes the sum's norm to `normed` and, if `next` is
     // quantised, to `quantized`.
@@ -247,9 +266,17 @@ struct DecoderLayers : torch::CustomClassHolder {
         if (weight) add_rms_norm(x, nullptr, data(weight), config.eps, count, width, x, nullptr);
     }
 
+    // Returns a block's rows x (count, inputs), or their `quants`, with the adapters that they use.
+    InputRows input_of(const Projection& projection, const float* x, int64_t count, const QuantizedRows& quants) {
+        InputRows input{x, projection.matrix.inputs, count, &quants};
+        if (adapters.segments.empty()) return input;
+        adapters.shrink(*projection.lora, x, input.stride, count);
+        input.adapters = &adapters;
+        return input;
+    }
+
     void project(const Projection& projection, const float* x, int64_t count, float* y) {
-        const Matrix& matrix = projection.matrix;
-        matmul(matrix, {x, matrix.inputs, count, &quantized}, data(projection.bias), y);
+        matmul(projection.matrix, input_of(projection, x, count, quantized), data(projection.bias), y);
     }
 
     // Computes `attended` (count, heads * head_dim) from `qkv_rows`.
@@ -297,22 +324,23 @@ struct DecoderLayers : torch::CustomClassHolder {
 
     // Computes y (count, H) from `normed` or `quantized`. A thread computes all inputs of `down` that share a scale.
     void feed_forward(const DecoderLayer& layer, int64_t count, float* y) {
-        const Matrix &up = layer.up->matrix, &down = layer.down->matrix;
+        const Matrix& down = layer.down->matrix;
         int64_t width = down.inputs, panels = width / PANEL;
         int64_t group_panels = down.quantized() ? down.activation_group() / PANEL : 1;
         if (down.quantized()) quantized_inner.reset(count, width, down.activation_group());
-        InputRows input{normed.data(), up.inputs, count, &quantized};
+        bool keep = !down.quantized() || !adapters.segments.empty();  // the activated rows, in floats
+        InputRows input = input_of(*layer.up, normed.data(), count, quantized);
         parallel_for_panels((panels + group_panels - 1) / group_panels, [&](int64_t group) {
             int64_t first = group * group_panels, end = std::min(first + group_panels, panels);
             alignas(64) float activated[MAX_BLOCK_ROWS * MAX_ACTIVATION_GROUP];
-            float* out = down.quantized() ? activated : &inner_rows[first * PANEL];
-            int64_t stride = down.quantized() ? (end - first) * PANEL : width;
+            float* out = keep ? &inner_rows[first * PANEL] : activated;
+            int64_t stride = keep ? width : (end - first) * PANEL;
             for (int64_t panel = first; panel < end; panel++)
                 activated_panel(layer, input, panel, out + (panel - first) * PANEL, stride);
             for (int64_t row = 0; down.quantized() && row < count; row++)
-                quantized_inner.set(row, group, activated + row * stride);
+                quantized_inner.set(row, group, out + row * stride);
         });
-        matmul(down, {inner_rows.data(), width, count, &quantized_inner}, data(layer.down->bias), y);
+        matmul(down, input_of(*layer.down, inner_rows.data(), count, quantized_inner), data(layer.down->bias), y);
     }
 
     // Computes 32 of the inputs of `down` for each row of `input`. `stride` is the distance between rows of `out`.
@@ -323,6 +351,16 @@ struct DecoderLayers : torch::CustomClassHolder {
         alignas(64) float gate_sums[MAX_BLOCK_ROWS * PANEL], up_sums[MAX_BLOCK_ROWS * PANEL];
         panel_matmul(up, input, panel, gate_sums);
         if (config.gated) panel_matmul(up, input, width / PANEL + panel, up_sums);
+        if (input.adapters) {  // which come after the bias
+            auto finish = [&](float* sums, int64_t output) {
+                for (int64_t row = 0; bias && row < input.rows; row++)
+                    write_outputs(sums + row * PANEL, sums + row * PANEL, bias + output, PANEL);
+                input.adapters->expand(output / PANEL, sums, PANEL);
+            };
+            finish(gate_sums, panel * PANEL);
+            if (config.gated) finish(up_sums, width + panel * PANEL);
+            bias = nullptr;
+        }
         for (int64_t row = 0; row < input.rows; row++)
             for (int half = 0; half < PANEL; half += 16) {
                 int64_t index = row * PANEL + half, output = panel * PANEL + half;
@@ -343,7 +381,8 @@ struct DecoderLayers : torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.class_<Projection>("Projection")
-        .def(torch::init<Tensor, int64_t, std::string, int64_t, bool, int64_t, MaybeTensor>());
+        .def(torch::init<Tensor, int64_t, std::string, int64_t, bool, int64_t, MaybeTensor>())
+        .def("set_lora", &Projection::set_lora);
     m.class_<DecoderLayers>("DecoderLayers")
         .def(torch::init<FieldValues>())
         .def("add", &DecoderLayers::add)

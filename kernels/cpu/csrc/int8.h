@@ -32,6 +32,12 @@ struct U8x64 {
         __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         return {_mm512_mullo_epi32(wide, _mm512_set1_epi32(0x01010101))};
     }
+    // Returns the four bytes at `quad` sixteen times.
+    static U8x64 repeat_quad(const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        return {_mm512_set1_epi32(four)};
+    }
 };
 
 // Returns a * b + c for each byte. b has the same byte in both halves of each pair; no product exceeds 255.
@@ -46,15 +52,26 @@ struct I32x16 {
     static I32x16 load(const uint8_t* p) {
         return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
     }
+    static I32x16 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
     I32x16 operator+(I32x16 o) const { return {_mm512_add_epi32(v, o.v)}; }
-    I32x16 operator*(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
-    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
-    void add_dot(U8x64 quants, const int8_t* quad) {
-        int32_t four;
-        std::memcpy(&four, quad, 4);
-        add_byte_products(v, quants.v, _mm512_set1_epi32(four));
+    // Multiplies lanes of 0..32767 by lanes of 16 bits.
+    I32x16 times_16(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
+    // Lane i adds unsigned[4i..4i+3] times signed[4i..4i+3].
+    void add_products(U8x64 unsigned_bytes, U8x64 signed_bytes) {
+        add_byte_products(v, unsigned_bytes.v, signed_bytes.v);
     }
+    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
+    void add_dot(U8x64 quants, const int8_t* quad) { add_products(quants, U8x64::repeat_quad(quad)); }
+    I32x16 total() const { return *this; }
     F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
+    static I32x16 round(F32x16 x) { return {_mm512_cvtps_epi32(x.v)}; }
+    template <int BITS>
+    I32x16 shift_left() const { return {_mm512_slli_epi32(v, BITS)}; }
+    template <int BITS>
+    I32x16 shift_right() const { return {_mm512_srai_epi32(v, BITS)}; }
+    void store_low_bytes(int8_t* p) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+    }
 };
 
 #else
@@ -81,6 +98,11 @@ struct U8x64 {
         };
         return {half(p), half(p + 8)};
     }
+    static U8x64 repeat_quad(const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        return {_mm256_set1_epi32(four), _mm256_set1_epi32(four)};
+    }
 };
 
 inline U8x64 multiply_add_bytes(U8x64 a, U8x64 b, U8x64 c) {
@@ -100,13 +122,27 @@ struct I32x16 {
         };
         return {half(p), half(p + 8)};
     }
+    static I32x16 load(const int32_t* p) {
+        auto half = [](const int32_t* q) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)); };
+        return {half(p), half(p + 8)};
+    }
     I32x16 operator+(I32x16 o) const { return {_mm256_add_epi32(lo, o.lo), _mm256_add_epi32(hi, o.hi)}; }
-    I32x16 operator*(I32x16 o) const { return {_mm256_mullo_epi32(lo, o.lo), _mm256_mullo_epi32(hi, o.hi)}; }
+    I32x16 times_16(I32x16 o) const { return {_mm256_madd_epi16(lo, o.lo), _mm256_madd_epi16(hi, o.hi)}; }
+#if defined(__AVXVNNI__)
+    void add_products(U8x64 unsigned_bytes, U8x64 signed_bytes) {
+        auto add = [](__m256i& sum, __m256i u, __m256i s) {
+            __m256i in_register = _mm256_dpbusd_avx_epi32(sum, u, s);
+            asm("" : "+x"(in_register));  // otherwise GCC 12 moves sums between registers and memory
+            sum = in_register;
+        };
+        add(lo, unsigned_bytes.lo, signed_bytes.lo);
+        add(hi, unsigned_bytes.hi, signed_bytes.hi);
+    }
+    void add_dot(U8x64 quants, const int8_t* quad) { add_products(quants, U8x64::repeat_quad(quad)); }
+#else
     // Multiplies even and odd bytes as 16-bit numbers, since the instruction for bytes saturates.
     void add_dot(U8x64 quants, const int8_t* quad) {
-        int32_t four;
-        std::memcpy(&four, quad, 4);
-        __m256i a = _mm256_set1_epi32(four);
+        __m256i a = U8x64::repeat_quad(quad).lo;
         __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd = _mm256_srai_epi16(a, 8);
         auto dot = [&](__m256i w) {
             __m256i left = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)), even);
@@ -115,7 +151,58 @@ struct I32x16 {
         lo = _mm256_add_epi32(lo, dot(quants.lo));
         hi = _mm256_add_epi32(hi, dot(quants.hi));
     }
+#endif
+    I32x16 total() const { return *this; }
     F32x16 to_float() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
+    static I32x16 round(F32x16 x) { return {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
+    template <int BITS>
+    I32x16 shift_left() const { return {_mm256_slli_epi32(lo, BITS), _mm256_slli_epi32(hi, BITS)}; }
+    template <int BITS>
+    I32x16 shift_right() const { return {_mm256_srai_epi32(lo, BITS), _mm256_srai_epi32(hi, BITS)}; }
+    void store_low_bytes(int8_t* p) const {
+        __m256i byte = _mm256_set1_epi32(0xff);
+        __m256i pairs = _mm256_packus_epi32(_mm256_and_si256(lo, byte), _mm256_and_si256(hi, byte));
+        pairs = _mm256_permute4x64_epi64(pairs, 0b11011000);
+        __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    }
+};
+
+#endif
+
+// Up to eight dot products of 4-bit quants.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+struct NibbleSum : I32x16 {
+    static NibbleSum set(int32_t x) { return {I32x16::set(x)}; }
+    // Returns the sums, which began at 0, times numbers of eight bits.
+    I32x16 times(I32x16 factor) const { return times_16(factor); }
+};
+
+#else
+
+// The instruction for bytes does not saturate here: two products are at most 2 * 15 * 127, and 16 bits hold eight such
+// pairs. That is half as many multiplications as `I32x16::add_dot` needs.
+struct NibbleSum {
+    __m256i lo, hi;  // two sums of 16 bits for each lane
+    int32_t start;
+    static NibbleSum set(int32_t x) { return {_mm256_setzero_si256(), _mm256_setzero_si256(), x}; }
+    void add_dot(U8x64 nibbles, const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        __m256i signed_bytes = _mm256_set1_epi32(four);
+        lo = _mm256_add_epi16(lo, _mm256_maddubs_epi16(nibbles.lo, signed_bytes));
+        hi = _mm256_add_epi16(hi, _mm256_maddubs_epi16(nibbles.hi, signed_bytes));
+        asm("" : "+x"(lo), "+x"(hi));  // otherwise GCC 12 adds in another order, with all products in memory
+    }
+    I32x16 total() const {
+        __m256i one = _mm256_set1_epi16(1);
+        return I32x16{_mm256_madd_epi16(lo, one), _mm256_madd_epi16(hi, one)} + I32x16::set(start);
+    }
+    I32x16 times(I32x16 factor) const {
+        auto pairs = [](__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); };
+        return {_mm256_madd_epi16(lo, pairs(factor.lo)), _mm256_madd_epi16(hi, pairs(factor.hi))};
+    }
 };
 
 #endif
@@ -126,48 +213,40 @@ constexpr int MAX_INT8_DIM = 512;         // products of a sum
 constexpr float MAX_SIGNED = 16256.0f;    // larger numbers would overflow such a sum
 constexpr float MAX_UNSIGNED = 32767.0f;  // and larger ones, too
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 // The row's low bytes come first, then its high bytes. Low bytes of signed numbers are signed, too.
 inline void store_signed(F32x16 x, int8_t* row, int64_t count, int64_t first) {
-    __m512i numbers = _mm512_cvtps_epi32(x.v);
-    __m512i high = _mm512_srai_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(128)), 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + first), _mm512_cvtepi32_epi8(numbers));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + count + first), _mm512_cvtepi32_epi8(high));
+    I32x16 numbers = I32x16::round(x);
+    numbers.store_low_bytes(row + first);
+    (numbers + I32x16::set(128)).shift_right<8>().store_low_bytes(row + count + first);
 }
 inline void store_unsigned(F32x16 x, int8_t* row, int64_t count, int64_t first) {
-    __m512i numbers = _mm512_cvtps_epi32(x.v);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + first), _mm512_cvtepi32_epi8(numbers));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + count + first),
-                     _mm512_cvtepi32_epi8(_mm512_srli_epi32(numbers, 8)));
+    I32x16 numbers = I32x16::round(x);
+    numbers.store_low_bytes(row + first);
+    numbers.shift_right<8>().store_low_bytes(row + count + first);
 }
 
 struct WideFactor {
-    __m512i low, high;
+    U8x64 low, high;
     static WideFactor load(const int8_t* row, int64_t count, int64_t first) {
-        int32_t l, h;
-        std::memcpy(&l, row + first, 4);
-        std::memcpy(&h, row + count + first, 4);
-        return {_mm512_set1_epi32(l), _mm512_set1_epi32(h)};
+        return {U8x64::repeat_quad(row + first), U8x64::repeat_quad(row + count + first)};
     }
 };
 
 // Sixteen sums. Each product adds four to each lane.
 struct WideSum {
-    __m512i low, high;
-    static WideSum zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+    I32x16 low, high;
+    static WideSum zero() { return {I32x16::set(0), I32x16::set(0)}; }
     void add_unsigned_bytes(U8x64 bytes, WideFactor signed_factor) {
-        add_byte_products(low, bytes.v, signed_factor.low);
-        add_byte_products(high, bytes.v, signed_factor.high);
+        low.add_products(bytes, signed_factor.low);
+        high.add_products(bytes, signed_factor.high);
     }
     void add_signed_bytes(U8x64 bytes, WideFactor unsigned_factor) {
-        add_byte_products(low, unsigned_factor.low, bytes.v);
-        add_byte_products(high, unsigned_factor.high, bytes.v);
+        low.add_products(unsigned_factor.low, bytes);
+        high.add_products(unsigned_factor.high, bytes);
     }
-    F32x16 minus(int32_t x) const {
-        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-        return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(x)))};
-    }
+    F32x16 minus(int32_t x) const { return (high.shift_left<8>() + low + I32x16::set(-x)).to_float(); }
 };
 
 #else

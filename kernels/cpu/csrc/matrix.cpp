@@ -26,6 +26,7 @@ void matmul(const Matrix& w, const InputRows& input, const float* bias, float* y
         const float* panel_bias = bias ? bias + panel * PANEL : nullptr;
         for (int64_t row = 0; row < input.rows; row++)
             write_outputs(sums + row * PANEL, y + row * w.outputs + panel * PANEL, panel_bias, w.width(panel));
+        if (input.adapters) input.adapters->expand(panel, y + panel * PANEL, w.outputs);
     });
 }
 

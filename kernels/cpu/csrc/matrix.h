@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "lora.h"
 #include "quantized_rows.h"
 
 namespace quire {
@@ -40,14 +41,16 @@ Matrix float_matrix(const at::Tensor& packed, int64_t outputs);
 Matrix group_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point);
 Matrix channel_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits);
 
-// A block of rows (rows, inputs). A matrix of floats reads it from `x`, a quantised one from `quantized`.
+// A block of rows (rows, inputs). A matrix of floats reads it from `x`, a quantised one from `quantized`. `adapters` has
+// those of the rows for which `shrink` was called; nullptr: none.
 struct InputRows {
     const float* x;
     int64_t stride, rows;
     const QuantizedRows* quantized;
+    const LoraRows* adapters = nullptr;
 };
 
-// Computes sums (rows, 32) = x Wᵀ of one panel, without bias, in the calling thread.
+// Computes sums (rows, 32) = x Wᵀ of one panel, without bias and adapters, in the calling thread.
 void panel_matmul(const Matrix& w, const InputRows& input, int64_t panel, float* sums);
 
 // Quantises a block's x (rows, inputs) into `quantized`, if `w` is quantised.

@@ -38,4 +38,12 @@ void for_each_output(at::TensorList parts, int64_t panel, F&& f) {
     }
 }
 
+// Reads inputs of an output, row[0], row[stride], ..., into x (count) in float32.
+template <class T>
+void read_inputs(const T* row, int64_t stride, int64_t count, float* x) {
+    int64_t k = 0;
+    for (; stride == 1 && k + 16 <= count; k += 16) F32x16::load(row + k).store(x + k);
+    for (; k < count; k++) x[k] = widen(row[k * stride]);
+}
+
 }  // namespace quire

@@ -19,6 +19,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "int8.h"
@@ -30,8 +32,13 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 constexpr int TERM_TILE = 6;  // terms: their sums, 12 vectors of int32, and what is added to them fit into registers
+constexpr int DIRECT_TERMS = TERM_TILE;  // with more of them, 4 bits are widened once for all
+#elif defined(__AVXVNNI__)
+constexpr int TERM_TILE = 2;
+constexpr int DIRECT_TERMS = TERM_TILE;
 #else
 constexpr int TERM_TILE = 2;
+constexpr int DIRECT_TERMS = std::numeric_limits<int>::max();  // products of 4 bits need half the time
 #endif
 
 // The layout of a record.
@@ -69,9 +76,10 @@ void widen_quants(const uint8_t* quants, uint8_t* wide) {
 template <int N, int BITS, bool MINS>
 void multiply_tile(const uint8_t* quants, const fp16* scales, int zero_point, const int8_t* q, const Term* term,
                    float* sums) {
-    I32x16 left[N], right[N];
+    using Sum = std::conditional_t<BITS == 4, NibbleSum, I32x16>;
+    Sum left[N], right[N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(MINS ? 0 : -zero_point * term[n].total);
+    for (int n = 0; n < N; n++) left[n] = right[n] = Sum::set(MINS ? 0 : -zero_point * term[n].total);
     for_each_quad<BITS>(quants, [&](U8x64 left_quants, U8x64 right_quants, int k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
@@ -90,8 +98,8 @@ void multiply_tile(const uint8_t* quants, const fp16* scales, int zero_point, co
     };
 #pragma GCC unroll 16
     for (int n = 0; n < N; n++) {
-        add(left[n], term[n], 0);
-        add(right[n], term[n], 1);
+        add(left[n].total(), term[n], 0);
+        add(right[n].total(), term[n], 1);
     }
 }
 
@@ -105,8 +113,8 @@ void multiply_group(const uint8_t* record, int zero_point, const Terms& terms, f
         });
     };
     prefetch_ahead(record, Record<BITS, MINS>::bytes);
-    if (BITS == 8 || terms.count <= TERM_TILE) return multiply_terms(std::integral_constant<int, BITS>{}, record);
-    alignas(64) uint8_t wide[PANEL * QUANT_GROUP_SIZE];  // widened once for all terms
+    if (BITS == 8 || terms.count <= DIRECT_TERMS) return multiply_terms(std::integral_constant<int, BITS>{}, record);
+    alignas(64) uint8_t wide[PANEL * QUANT_GROUP_SIZE];
     widen_quants(record, wide);
     multiply_terms(std::integral_constant<int, 8>{}, wide);
 }

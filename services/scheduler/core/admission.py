@@ -35,6 +35,7 @@ class Load(Struct, frozen=True):
     draining: bool
     id_in_use: bool
     retry_after: float  # seconds
+    has_adapter: bool = True  # that the request names, if it names one
 
     def has_too_many_requests(self, samples: int, limits: Limits) -> bool:
         """Return whether the queue has no place for a new request of so many samples.
@@ -53,6 +54,8 @@ def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused"
         tokens = unpack_tokens(submit.tokens)
     except ProtocolError as error:
         return Refused(submit.id, Refusal.INVALID, str(error))
+    if not load.has_adapter:
+        return Refused(submit.id, Refusal.UNKNOWN_ADAPTER, f"there is no adapter {submit.adapter!r}")
     if violation := _violation(submit, tokens, limits, load):
         return Refused(submit.id, Refusal.INVALID, violation)
     max_tokens = submit.sampling.max_tokens

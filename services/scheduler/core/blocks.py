@@ -1,9 +1,10 @@
 """`BlockPool`: the reference counts of the blocks of KV memory, and the free ones in the order of their reuse.
 
-It knows neither sequences nor content: whoever releases a block says whether it is worth keeping.
+It knows neither sequences nor content: whoever releases a block says whether it is worth keeping. The blocks of the
+device have one pool, and those of host memory another.
 
-A block is *held* by the tables it stands in, and *pinned* by plans in flight that copy from it. A block that is neither
-is on the free list, which is in eviction order: the cold end is taken first.
+A block is *held* by the tables it stands in, and *pinned* by plans in flight that copy from it, or to it if it is of
+host memory. A block that is neither is on the free list, which is in eviction order: the cold end is taken first.
 """
 
 from collections import OrderedDict
@@ -46,8 +47,13 @@ class BlockPool:
         self.refs[block] -= 1
         self._free_if_unused(block, keep)
 
+    def touch(self, block: int) -> None:
+        """Put a block at the hot end of the free list, if it is there."""
+        if block in self._free:
+            self._free.move_to_end(block)
+
     def pin(self, block: int) -> None:
-        """Keep a block that a plan copies from off the free list until `unpin`. Its holder may still write to it."""
+        """Keep a block that a plan names off the free list until `unpin`. Its holder may still write to it."""
         self._free.pop(block, None)
         self._pins[block] = self._pins.get(block, 0) + 1
 

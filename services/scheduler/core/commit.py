@@ -36,7 +36,7 @@ def commit(
 ) -> list[ProgressRow]:
     """Advance the plan's sequences, finish those that end, free what no plan names any more. Return the new output."""
     progress_rows: list[ProgressRow] = []
-    block_manager.unpin(plan.pinned_blocks)
+    block_manager.unpin(plan.pinned_blocks, plan.host_blocks)
     for row, sequence, sampled_row in zip(plan.rows, plan.sequences, sampled_rows, strict=True):
         progress, start = sequence.progress, row.start
         end = start + row.count

@@ -30,6 +30,11 @@ class Counters(Struct):
     finished_error: int = 0
     worker_losses: int = 0
     prefix_resets: int = 0
+    host_prefix_queries: int = 0
+    host_prefix_hits: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    preemptions_swapped: int = 0
 
     def count_step(self, num_computed: int, num_generated: int) -> None:
         """Count a step that computed `num_computed` positions and generated `num_generated` tokens."""
@@ -49,6 +54,16 @@ class Counters(Struct):
         self.prefix_queries += num_tokens
         self.prefix_hits += num_hits
 
+    def count_host_prefix_query(self, num_tokens: int, num_hits: int) -> None:
+        """Count `num_tokens` tokens that the device did not have, and those found in host memory."""
+        self.host_prefix_queries += num_tokens
+        self.host_prefix_hits += num_hits
+
+    def count_swaps(self, num_out: int, num_in: int) -> None:
+        """Count the blocks that a plan copies to host memory and back."""
+        self.blocks_swapped_out += num_out
+        self.blocks_swapped_in += num_in
+
     def count_acceptance(self) -> None:
         """Count a request that was accepted."""
         self.accepted += 1
@@ -67,6 +82,10 @@ class Counters(Struct):
     def count_preemption(self) -> None:
         """Count a preemption."""
         self.preemptions += 1
+
+    def count_swapped_preemption(self) -> None:
+        """Count a preempted sequence whose blocks are kept in host memory. The preemption itself is counted already."""
+        self.preemptions_swapped += 1
 
     def count_finish(self, finish_reason: FinishReason) -> None:
         """Count one sample's end."""

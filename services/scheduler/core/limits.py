@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from shared.errors import ConfigError
 
+PreemptionMode = Literal["auto", "swap", "recompute"]
+
 MAX_DEPTH = 2
 """Maximum number of steps in flight. With two, the device always has one to run while the other is committed."""
 
@@ -26,6 +28,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 0  # the same in tokens; 0: no such bound
     max_step_seconds: float = 0.0  # that a step should take at most while anybody streams; 0: no such bound
     prefix_caching: bool = True
+    preemption_mode: PreemptionMode = "auto"  # what happens to a victim's blocks; see swap_policy.py
     depth: int = MAX_DEPTH  # plans in flight at once
     policy: Literal["fcfs", "priority"] = "fcfs"
     priority_ageing: float = 0.0  # seconds of waiting that one unit of priority is worth; 0: priority is strict

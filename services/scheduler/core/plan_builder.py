@@ -5,6 +5,8 @@ The planner decides what goes into a plan.
 
 from typing import NamedTuple
 
+from services.scheduler.core.adapters import Adapter
+from services.scheduler.core.host_tier import Move
 from services.scheduler.core.sequence import Sequence
 from shared.protocol import Epoch, Fork, NewSequence, Row, StepPlan, TableWrite, pack_tokens
 
@@ -16,6 +18,7 @@ class InFlightPlan(NamedTuple):
     rows: list[Row]
     sequences: list[Sequence]
     pinned_blocks: list[int]  # blocks that the plan copies from
+    host_blocks: list[int]  # that it copies to or from
     num_tokens: int  # positions to compute, of all rows
     num_chunked: int  # those of rows of more than one
 
@@ -24,6 +27,7 @@ class PlanBuilder:
     """A plan that is not finished yet."""
 
     __slots__ = (
+        "adapter_slots",
         "block_copies",
         "children",
         "forks",
@@ -33,6 +37,8 @@ class PlanBuilder:
         "num_tokens",
         "rows",
         "sequences",
+        "swap_in",
+        "swap_out",
         "table_writes",
     )
 
@@ -47,15 +53,25 @@ class PlanBuilder:
         self.children: list[Sequence] = []
         self.table_writes: list[TableWrite] = []
         self.block_copies: list[tuple[int, int]] = []
+        self.adapter_slots: list[tuple[int, int]] = []
+        self.swap_out: list[Move] = []
+        self.swap_in: list[Move] = []
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence that has been admitted into its slot."""
         tokens = pack_tokens(sequence.tokens)
         blocks = list(sequence.table.blocks)  # a copy, since the table grows on
-        request_id = sequence.request.request_id
+        adapter = sequence.request.adapter
         self.new_sequences.append(
             NewSequence(
-                sequence.slot, tokens, sequence.prompt_len, blocks, sequence.sampling, sequence.sample, request_id
+                sequence.slot,
+                tokens,
+                sequence.prompt_len,
+                blocks,
+                sequence.sampling,
+                sequence.sample,
+                sequence.request.request_id,
+                adapter_slot=-1 if adapter is None else adapter.slot,
             )
         )
 
@@ -88,6 +104,14 @@ class PlanBuilder:
         """Have the worker copy a block before it computes. The source must be pinned."""
         self.block_copies.append((source, destination))
 
+    def put_adapter(self, adapter: Adapter) -> None:
+        """Have the worker put an adapter into the slot that was assigned to it."""
+        self.adapter_slots.append((adapter.slot, adapter.number))
+
+    def swap(self, swap_out: list[Move], swap_in: list[Move]) -> None:
+        """Have the worker copy blocks to host memory, before it copies others, and host blocks back after that."""
+        self.swap_out, self.swap_in = swap_out, swap_in
+
     def build(self, epoch: Epoch, step: int, released_slots: list[int]) -> StepPlan:
         """Return the message to the workers."""
         return StepPlan(
@@ -99,17 +123,22 @@ class PlanBuilder:
             self.table_writes,
             self.block_copies,
             released_slots,
+            self.swap_out,
+            self.swap_in,
+            self.adapter_slots,
         )
 
     def in_flight_plan(self, step: int) -> InFlightPlan:
         """Return the part of the plan that is kept until its result is back."""
         child_rows = [Row(child.slot, child.progress.num_scheduled, 0, 1) for child in self.children]
         pinned_blocks = [source for source, _ in self.block_copies]
+        host_blocks = [destination for _, destination in self.swap_out] + [source for source, _ in self.swap_in]
         return InFlightPlan(
             step,
             self.rows + child_rows,
             self.sequences + self.children,
             pinned_blocks,
+            host_blocks,
             self.num_tokens,
             self.num_chunked,
         )

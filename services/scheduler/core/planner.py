@@ -8,6 +8,7 @@ of the queue; chunks of more than one position, which share the rest of the budg
 from collections import deque
 from typing import NamedTuple
 
+from services.scheduler.core.adapters import Adapters
 from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
@@ -41,6 +42,7 @@ class Planner:
         limits: Limits,
         block_manager: BlockManager,
         queues: Queues,
+        adapters: Adapters,
         quarantine: Quarantine,
         counters: Counters,
         step_time: StepTime,
@@ -49,11 +51,13 @@ class Planner:
         self._step_time = step_time
         self._block_manager = block_manager
         self._queues = queues
+        self._adapters = adapters
         self._quarantine = quarantine
         self._counters = counters
 
     def schedule(self, now: float) -> PlanBuilder:
         """Return the next plan. If it has no rows, there is nothing to do."""
+        self._adapters.load_added()
         builder = PlanBuilder()
         chunked = self._continue_outputs(builder)
         budget = self._budget(builder, len(chunked))
@@ -126,10 +130,20 @@ class Planner:
         return True
 
     def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: Budget, now: float) -> None:
-        """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
+        """Admit waiting sequences in order while there are slots, blocks and positions for them.
+
+        They pass those that lack their adapter, and no others.
+        """
         ahead = deque(chunked)
         taken = 0  # positions that go to sequences ahead in the order
-        while (sequence := self._next_waiting()) is not None:
+        num_passed = 0
+        while (sequence := self._next_waiting(num_passed)) is not None:
+            adapter = sequence.request.adapter
+            if not self._adapters.is_available(adapter, claimed=num_passed > 0):
+                if not num_passed:
+                    self._adapters.claim(adapter)
+                num_passed += 1
+                continue
             while ahead and ahead[0].key < sequence.key:
                 taken += min(ahead.popleft().progress.num_unscheduled, budget.least)
             if taken >= budget.positions or not self._find_slot(sequence):
@@ -137,26 +151,34 @@ class Planner:
             allocation = self._find_blocks(sequence)
             if allocation is None:
                 return
+            if adapter is not None and adapter.slot < 0:
+                self._adapters.assign_slot(adapter)
+                builder.put_adapter(adapter)
             self._queues.dequeue(sequence)
             self._queues.admit(sequence)
             sequence.stats.admit(now - sequence.request.accepted_at)
-            num_cached = self._block_manager.allocate(sequence, allocation, builder)
-            sequence.progress.skip(num_cached)
-            self._count_cached(sequence, num_cached)
+            self._block_manager.allocate(sequence, allocation, builder)
+            sequence.progress.skip(allocation.num_cached)
+            self._count_cached(sequence, allocation)
             builder.add_sequence(sequence)
             chunked.append(sequence)
             taken += min(sequence.progress.num_unscheduled, budget.least)
 
-    def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next, or None if none waits or one that comes before it is still stopping."""
+    def _next_waiting(self, num_passed: int) -> Sequence | None:
+        """Return the sequence to admit next, behind the first `num_passed` in the queue, which stay there.
+
+        Return None if none waits there, or if plans in flight still name it or one that comes before it.
+        """
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
-            return min(group, key=lambda sequence: sequence.key, default=None)
-        if not self._queues.waiting.items:
-            return None
-        head = self._queues.waiting.items[0]
-        returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
-        return None if min(returning, default=head.key) < head.key else head
+            first = next(iter(sorted(group, key=lambda sequence: sequence.key)[num_passed:]), None)
+        else:
+            waiting = self._queues.waiting.items
+            first = waiting[num_passed] if num_passed < len(waiting) else None
+            returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
+            if first is not None and min(returning, default=first.key) < first.key:
+                return None
+        return None if first is not None and self._block_manager.is_leaving(first) else first
 
     def _find_slot(self, sequence: Sequence) -> bool:
         """Return whether there is a free slot, after a preemption if that is allowed."""
@@ -201,10 +223,14 @@ class Planner:
             self._queues.preempt(victim)
         return bool(victims)
 
-    def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
-        if self._block_manager.may_hit(sequence):
-            self._counters.count_prefix_query(len(sequence.tokens), num_cached)
-        in_prompt = min(num_cached, sequence.prompt_len)
+    def _count_cached(self, sequence: Sequence, allocation: Allocation) -> None:
+        if not allocation.resumes and self._block_manager.may_hit(sequence):
+            num_from_host = allocation.num_from_host(self._block_manager.block_size)
+            num_on_device = allocation.num_cached - num_from_host
+            self._counters.count_prefix_query(len(sequence.tokens), num_on_device)
+            if self._block_manager.host_tier.pool.num_blocks:
+                self._counters.count_host_prefix_query(len(sequence.tokens) - num_on_device, num_from_host)
+        in_prompt = min(allocation.num_cached, sequence.prompt_len)
         sequence.stats.note_cached(in_prompt)
         self._counters.count_prompt_tokens(sequence.stats.count_prompt_up_to(in_prompt), cached=True)
 

@@ -9,7 +9,9 @@ sequence keeps its slot and its blocks until no plan in flight names it.
 """
 
 from array import array
+from collections import Counter
 
+from services.scheduler.core.adapters import Adapter, Adapters
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
@@ -21,7 +23,7 @@ from shared.protocol import FinishReason, ProgressRow
 class Queues:
     """The requests and sequences of one engine."""
 
-    def __init__(self, limits: Limits, block_manager: BlockManager, counters: Counters) -> None:
+    def __init__(self, limits: Limits, block_manager: BlockManager, adapters: Adapters, counters: Counters) -> None:
         self.requests: dict[int, Request] = {}  # by id
         self.num_unstarted = 0  # unstarted samples of `requests`
         self.waiting = SortedSequences()
@@ -29,6 +31,7 @@ class Queues:
         self.running = SortedSequences()
         self.stopping: dict[Sequence, None] = {}  # in the order in which they were stopped
         self._block_manager = block_manager
+        self._adapters = adapters
         self._counters = counters
         self._max_num_seqs = limits.max_num_seqs
         self.free_slots = self._all_slots()
@@ -42,6 +45,7 @@ class Queues:
     def add(self, request: Request, tokens: "array[int]", samples: list[int]) -> Sequence:
         """Add a request. Its first sample, which is returned, waits; the others start when the prompt is computed."""
         self.requests[request.id] = request
+        self._adapters.begin_request(request.adapter)
         request.unstarted_samples = samples[1:]
         self.num_unstarted += len(request.unstarted_samples)
         first = request.start(samples[0], tokens)
@@ -49,6 +53,10 @@ class Queues:
             first.stats.count_prompt_up_to(first.prompt_len)  # which was counted when its output began
         self.enqueue(first)
         return first
+
+    def waiting_adapters(self) -> Counter[Adapter]:
+        """Return the adapters that waiting sequences use, and how many sequences use each."""
+        return Counter(one.request.adapter for one in self.waiting.items if one.request.adapter is not None)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a waiting sequence into its place in the queue."""
@@ -61,8 +69,9 @@ class Queues:
         self.waiting_tokens -= len(sequence.tokens)
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a free slot to a waiting sequence that is not in the queue."""
+        """Give a free slot to a waiting sequence that is not in the queue, and whose adapter is in a slot."""
         sequence.move(State.RUNNING)
+        self._adapters.hold(sequence.request.adapter)
         sequence.slot = self.free_slots.pop()
         self.running.add(sequence)
 
@@ -107,6 +116,7 @@ class Queues:
             self._stop(sequence)
         elif sequence.state is State.WAITING:
             self.dequeue(sequence)
+            self._block_manager.drop_host_blocks(sequence)
             sequence.move(State.FINISHED)
 
     def finish_stopping(self, sequence: Sequence) -> None:
@@ -121,10 +131,12 @@ class Queues:
 
     def reset(self) -> None:
         """Take back all slots and blocks, since the worker is lost. Sequences go back to the queue, or are finished."""
+        for sequence in self.waiting.items:
+            self._block_manager.drop_host_blocks(sequence)
         holders = [*self.running.items, *self.stopping]
         self.running, self.stopping = SortedSequences(), {}
         for sequence in holders:
-            self._release(sequence)
+            self._release(sequence, may_swap=False)
         self.free_slots, self.released_slots = self._all_slots(), []  # the next worker has none of them in use
 
     def _stop(self, sequence: Sequence) -> None:
@@ -136,8 +148,12 @@ class Queues:
         self.stopping[sequence] = None
         self._block_manager.expect_release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._block_manager.release(sequence)
+    def _release(self, sequence: Sequence, *, may_swap: bool = True) -> None:
+        if may_swap and sequence.finish_reason is None and self._block_manager.swap_out(sequence):
+            self._counters.count_swapped_preemption()
+        else:
+            self._block_manager.release(sequence)
+        self._adapters.release(sequence.request.adapter)
         self.free_slots.append(sequence.slot)
         self.released_slots.append(sequence.slot)
         sequence.rewind()
@@ -158,6 +174,7 @@ class Queues:
             self.enqueue(successor)
         if not request.unfinished:
             del self.requests[request.id]
+            self._adapters.end_request(request.adapter)
 
     def _all_slots(self) -> list[int]:
         return list(reversed(range(self._max_num_seqs)))  # the lowest is taken first

@@ -21,22 +21,32 @@ Why every accepted request comes to its end (none starves, except by strict prio
    tokens at once. So the first in order, once running, always gets its next block, now or as soon as the plans that
    name its victims are committed, and it ends after at most `max_num_computed` positions. Then another is the first.
 3. Sequences are admitted in order, so the first that waits is admitted at the latest when those before it have ended.
+   Only one that lacks its adapter is passed. When it is the first that waits, and those before it have ended, it has
+   the claim (adapters.py) in every plan. If all slots are held, one is drained: nobody is admitted to that adapter any
+   more, since all who wait for it stand behind, and those that hold it end or are preempted by points 1 and 2. From
+   then on one idle slot is kept for the claim. An idle adapter gives way to its adapter in host memory, and a load
+   comes to an end. Then it lacks nothing, and nobody passes it. What operators add is loaded by draining a slot too;
+   they add only so many.
+   A swapped sequence waits until the plan that copies its blocks to host memory is back, which is in flight by then.
+   Host memory is never waited for: if it is full, what is preempted is computed again.
 4. A plan has more positions than there are slots, and however long it takes, some of them are for chunks. So the first
    chunk moves on in every step, however many streams there are.
 5. A quarantine (quarantine.py) ends. The members of its group advance by points 1 to 4 above, and each death makes
    a group smaller, or is one of a few that its only member survives. Sequences that come from other schedulers cannot
    prolong it for ever: one is taken in at a time, and the others run between two of them.
 
-Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
-(places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), step_time.py (how long one takes),
-admission.py, policy.py, quarantine.py, counters.py.
+Where to look: sequence.py (numbers and states), blocks.py, prefix.py and host_tier.py under block_manager.py (tables),
+queues.py (places), adapters.py (which are where), planner.py and plan_builder.py (plan a step), commit.py (apply its
+result), step_time.py (how long one takes), swap_policy.py (what goes to host memory), admission.py, policy.py,
+quarantine.py, counters.py.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import KeysView
 
 import msgspec
 
+from services.scheduler.core.adapters import Adapter, Adapters
 from services.scheduler.core.admission import Load, accept
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.commit import commit, match_sampled_rows
@@ -49,7 +59,21 @@ from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Request, Sequence
 from services.scheduler.core.step_time import StepTime
-from shared.protocol import Epoch, FinishReason, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
+from services.scheduler.core.swap_policy import SwapPolicy
+from shared.protocol import (
+    AdapterInfo,
+    Epoch,
+    FinishReason,
+    LoadAdapter,
+    ProgressRow,
+    Refusal,
+    Refused,
+    Snapshot,
+    StepPlan,
+    StepResult,
+    Submit,
+    UnloadAdapter,
+)
 
 MAX_RECENT_ENDS = 32
 """Number of samples that ended last, from which the rate of ends is estimated."""
@@ -61,12 +85,16 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._counters = Counters()
-        self._block_manager = BlockManager(limits.num_blocks, limits.block_size, limits.prefix_caching)
-        self._queues = Queues(limits, self._block_manager, self._counters)
-        self._quarantine = Quarantine()
         self._step_time = StepTime()
+        self._swap_policy = SwapPolicy(limits.preemption_mode, limits.block_size, self._step_time)
+        self._block_manager = BlockManager(
+            limits.num_blocks, limits.block_size, limits.prefix_caching, self._swap_policy
+        )
+        self._adapters = Adapters()
+        self._queues = Queues(limits, self._block_manager, self._adapters, self._counters)
+        self._quarantine = Quarantine()
         self._planner = Planner(
-            limits, self._block_manager, self._queues, self._quarantine, self._counters, self._step_time
+            limits, self._block_manager, self._queues, self._adapters, self._quarantine, self._counters, self._step_time
         )
         self._in_flight: deque[InFlightPlan] = deque()
         self._epoch: Epoch | None = None
@@ -106,15 +134,33 @@ class Scheduler:
         """The rows and sequences of the plan that was made last, unless its result is back."""
         return self._in_flight[-1] if self._in_flight else None
 
-    def begin_epoch(self, epoch: Epoch, num_blocks: int, step_seconds: float = 0.0, token_seconds: float = 0.0) -> None:
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests can name."""
+        return self._adapters.infos
+
+    def begin_epoch(
+        self,
+        epoch: Epoch,
+        num_blocks: int,
+        step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+        num_host_blocks: int = 0,
+        swap_seconds: float = 0.0,
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
+    ) -> None:
         """Begin an epoch with a worker that was just configured: its memory is empty, and steps count from 0.
 
-        The worker has measured the fixed cost of a step and the cost of one more token; 0: it has not.
-        Raise ConfigError if the pool is too small for the longest context that was promised.
+        The worker has measured the fixed cost of a step, the cost of one more token, and that of a block that is copied
+        to host memory or back; 0: it has not. It has slots for `max_loras` adapters, and host memory for
+        `max_cpu_loras`. Raise ConfigError if the pool is too small for the longest context that was promised.
         """
         check_pool(self.limits.max_model_len, num_blocks, self.limits.block_size)
-        self._forget_worker(num_blocks)
+        self._forget_worker(num_blocks, num_host_blocks)
         self._step_time.restart(step_seconds, token_seconds)
+        self._swap_policy.restart(swap_seconds)
+        self._adapters.begin_epoch(max_loras, max_cpu_loras)
         self._epoch = epoch
         self._step = 0
 
@@ -131,7 +177,7 @@ class Scheduler:
         self._counters.count_worker_loss()
         in_flight = self._in_flight_sequences()
         culprit = self._quarantine.lose_worker(in_flight, is_evidence=not out_of_memory)
-        self._forget_worker(self._block_manager.pool.num_blocks)
+        self._forget_worker(*self._block_manager.sizes)
         rows: list[ProgressRow] = []
         if culprit is not None:
             detail = f"the worker died {culprit.suspicion.deaths_alone} times while it ran this request alone"
@@ -145,17 +191,19 @@ class Scheduler:
         Nothing is lost, and nobody is a suspect: sequences that run go back into the queue.
         """
         assert not self._in_flight, "a worker that owes results is lost, and does not end in order"
-        self._forget_worker(self._block_manager.pool.num_blocks)
+        self._forget_worker(*self._block_manager.sizes)
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not. `request.id` must be unique over the life of the core."""
         self._now = now
+        adapter = self._adapters.find(request.adapter) if request.adapter else None
         load = Load(
             waiting=self._queues.num_waiting,
             waiting_tokens=self._queues.waiting_tokens,
             draining=self._draining,
             id_in_use=request.id in self.unfinished,
             retry_after=self._retry_after(),
+            has_adapter=adapter is not None or not request.adapter,
         )
         tokens = accept(request, self.limits, load)
         if isinstance(tokens, Refused):
@@ -176,6 +224,7 @@ class Scheduler:
             sample_spacing(self.limits),
             request.request_id,
             request.cache_salt,
+            adapter,
         )
         self._next_serial += 1
         first = self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))
@@ -203,6 +252,8 @@ class Scheduler:
         builder = self._planner.schedule(now)
         if not builder.rows:
             return None
+        builder.swap(*self._block_manager.host_tier.take_moves())
+        self._counters.count_swaps(len(builder.swap_out), len(builder.swap_in))
         plan = builder.build(self._epoch, self._step, self._queues.take_released_slots())
         self._in_flight.append(builder.in_flight_plan(self._step))
         self._step += 1
@@ -219,15 +270,47 @@ class Scheduler:
         if self._quarantine.active:
             self._quarantine.note_computed(self._in_flight[0])
         plan = self._in_flight.popleft()
-        self._step_time.observe(plan.num_tokens - plan.num_chunked, plan.num_chunked, result.seconds)
+        seconds = result.seconds - self._swap_policy.seconds(len(plan.host_blocks))
+        self._step_time.observe(plan.num_tokens - plan.num_chunked, plan.num_chunked, seconds)
         progress_rows = commit(plan, sampled_rows, self._queues, self._block_manager, self._counters)
         self._note_ends(progress_rows)
         return progress_rows
 
+    def add_adapter(self, name: str, path: str, *, replaces: bool = False) -> int | str:
+        """Have the worker load an adapter. Return its number, or why it cannot be loaded.
+
+        Requests can name it when `adapter_loaded` was called for the number. If it `replaces` one of the same name,
+        requests that use that one go on with it.
+        """
+        added = self._adapters.add(name, path, replaces=replaces)
+        return added if isinstance(added, str) else added.number
+
+    def remove_adapter(self, name: str) -> str:
+        """Let no new request name an adapter; those that use it go on. Return why not, or '' if that was done."""
+        return self._adapters.remove(name)
+
+    def adapter_loaded(self, number: int, digest: str) -> list[ProgressRow]:
+        """Note that the worker has loaded an adapter. Return the last rows of its requests if its files have changed.
+
+        They cannot go on with other weights.
+        """
+        changed = self._adapters.note_loaded(number, digest)
+        return self._fail_requests(changed, "its files have changed") if changed is not None else []
+
+    def adapter_refused(self, number: int, detail: str) -> list[ProgressRow]:
+        """Note that the worker cannot load an adapter. Return the last rows of the requests that use it."""
+        refused = self._adapters.note_refused(number)
+        return self._fail_requests(refused, detail) if refused is not None else []
+
+    def take_adapter_messages(self) -> list[LoadAdapter | UnloadAdapter]:
+        """Return what the worker has to be told about adapters, before the next plan and after those made so far."""
+        return self._adapters.take_messages()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks. Nothing that was computed before is found by a sequence admitted from now on."""
         self._counters.count_prefix_reset()
-        self._block_manager.reset_prefix_cache([*self._queues.running.items, *self._queues.stopping])
+        queues = self._queues
+        self._block_manager.reset_prefix_cache([*queues.running.items, *queues.stopping, *queues.waiting.items])
 
     def drain(self) -> None:
         """Accept no new requests from now on."""
@@ -238,10 +321,12 @@ class Scheduler:
         queues, block_manager = self._queues, self._block_manager
         counters = msgspec.structs.asdict(self._counters)
         held_back = self._epoch is None or self._quarantine.active
+        waiting_adapters = queues.waiting_adapters() if len(self._adapters) else Counter()
+        num_lacking = sum(count for adapter, count in waiting_adapters.items() if adapter.slot < 0)
         return Snapshot(
             running=len(queues.running) + len(queues.stopping),
             waiting=queues.num_waiting,
-            waiting_deferred=(len(queues.waiting) if held_back else 0) + queues.num_unstarted,
+            waiting_deferred=(len(queues.waiting) if held_back else num_lacking) + queues.num_unstarted,
             waiting_tokens=queues.waiting_tokens,
             blocks=block_manager.pool.num_blocks,
             blocks_free=block_manager.num_free,
@@ -251,6 +336,13 @@ class Scheduler:
             in_flight=len(self._in_flight),
             prefix_caching=block_manager.prefix_caching,
             max_model_len=self.limits.max_model_len,
+            swapped=block_manager.num_swapped,
+            host_blocks=block_manager.host_tier.pool.num_blocks,
+            host_blocks_free=block_manager.host_tier.pool.num_blocks - block_manager.host_tier.num_held,
+            host_blocks_cached=len(block_manager.host_tier.index),
+            max_loras=self._adapters.max_loras,
+            adapters_running=self._adapters.held_names,
+            adapters_waiting=list(dict.fromkeys(adapter.name for adapter in waiting_adapters)),
             **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
 
@@ -271,6 +363,12 @@ class Scheduler:
         self._note_ends(rows)
         return rows
 
+    def _fail_requests(self, adapter: Adapter, detail: str) -> list[ProgressRow]:
+        """End the requests that use an adapter."""
+        detail = f"the adapter {adapter.name!r} cannot be loaded again: {detail}"
+        requests = [request for request in self._queues.requests.values() if request.adapter is adapter]
+        return [row for one in requests for row in self._finish(one, -1, FinishReason.ERROR, detail)]
+
     def _note_ends(self, progress_rows: list[ProgressRow]) -> None:
         self._recent_ends.extend(self._now for row in progress_rows if row.finish_reason is not None)
         self._quarantine.update(self._now)
@@ -283,11 +381,12 @@ class Scheduler:
             if self._quarantine.active and sequence not in group:
                 self._queues.preempt(sequence)
 
-    def _forget_worker(self, num_blocks: int) -> None:
+    def _forget_worker(self, num_blocks: int, num_host_blocks: int) -> None:
         self._epoch = None
         self._in_flight.clear()
         self._queues.reset()
-        self._block_manager.reset(num_blocks)
+        self._block_manager.reset(num_blocks, num_host_blocks)
+        self._adapters.reset()
 
     def _retry_after(self) -> float:
         """Return the seconds until the queue has room at the rate of the last ends: at least 1, at most 60."""

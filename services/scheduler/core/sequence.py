@@ -25,6 +25,7 @@ from enum import Enum
 
 import msgspec
 
+from services.scheduler.core.adapters import Adapter
 from services.scheduler.core.prefix import Node
 from shared.protocol import FinishReason, Sampling, SchedulingInfo, Suspicion, TokenLogprobs
 
@@ -105,20 +106,37 @@ class SequenceProgress:
 
 
 class BlockTable:
-    """The blocks of a sequence, in order, and how far they can be written and are published."""
+    """The blocks of a sequence, in order, and how far they can be written and are published.
 
-    __slots__ = ("blocks", "last_node", "num_pending_free", "num_writable", "publish_at")
+    A swapped sequence has host blocks instead. It goes on behind the tokens in them, and publishes where it would have.
+    """
+
+    __slots__ = (
+        "blocks",
+        "host_blocks",
+        "last_node",
+        "num_in_host",
+        "num_pending_free",
+        "num_writable",
+        "publish_at",
+    )
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Hold no blocks."""
-        self.blocks: list[int] = []
-        self.num_writable = 0  # positions below this one can be written without a new block
+        self.swap([], 0)
         self.publish_at = 0  # value of `num_computed` at which the next block is full and can be published
         self.last_node: Node = ""  # in the prefix index, of the block before that one
+
+    def swap(self, host_blocks: list[int], num_tokens: int) -> None:
+        """Hold host blocks instead of blocks; they have the first `num_tokens` tokens."""
+        self.blocks: list[int] = []
+        self.num_writable = 0  # positions below this one can be written without a new block
         self.num_pending_free = 0  # blocks that come free when the sequence has stopped
+        self.host_blocks = host_blocks
+        self.num_in_host = num_tokens
 
 
 class SequenceStats:
@@ -275,9 +293,10 @@ class Request:
 
     __slots__ = (
         "accepted_at",
-        "cache_salt",
+        "adapter",
         "id",
         "order_key",
+        "prefix_root",
         "priority",
         "prompt_len",
         "request_id",
@@ -300,12 +319,14 @@ class Request:
         sample_spacing: float = 0.0,
         request_id: str = "",
         cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> None:
         self.id = id
         self.request_id = request_id  # the id that the client sees
         self.prompt_len = prompt_len
         self.sampling = sampling
-        self.cache_salt = cache_salt
+        self.adapter = adapter  # that it uses
+        self.prefix_root = f"{adapter.number if adapter else 0}:{cache_salt}"  # of the prefix index, for its prompt
         self.order_key = order_key
         self.priority = priority
         self.accepted_at = accepted_at

@@ -20,9 +20,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.scheduler.core.adapters import Adapter, Adapters, Host
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.counters import Counters
+from services.scheduler.core.host_tier import HostTier
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.plan_builder import InFlightPlan
 from services.scheduler.core.planner import Planner
@@ -33,18 +35,32 @@ from services.scheduler.core.queues import Queues
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import BlockTable, Request, Sequence, SequenceProgress, SequenceStats, State
 from services.scheduler.core.step_time import StepTime
+from services.scheduler.core.swap_policy import SwapPolicy
 from shared.errors import ProtocolError
-from shared.protocol import Epoch, FinishReason, Row, Sampling, Suspicion, pack_tokens, unpack_tokens
+from shared.protocol import (
+    Epoch,
+    FinishReason,
+    LoadAdapter,
+    Row,
+    Sampling,
+    Suspicion,
+    UnloadAdapter,
+    pack_tokens,
+    unpack_tokens,
+)
 
 PLAIN = frozenset({bool, int, float, str, bytes, NoneType})
 
 OBJECTS: frozenset[type[Any]] = frozenset(
     (
         *(Scheduler, Counters, BlockManager, BlockPool, PrefixIndex, Queues, SortedSequences, Quarantine, Planner),
-        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, StepTime),
+        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, StepTime, HostTier, SwapPolicy),
+        *(Adapters, Adapter),
     )
 )
-VALUES: frozenset[type[Any]] = frozenset((Limits, Epoch, Sampling, Suspicion, Row, FinishReason, State))
+VALUES: frozenset[type[Any]] = frozenset(
+    (Limits, Epoch, Sampling, Suspicion, Row, FinishReason, State, Host, LoadAdapter, UnloadAdapter)
+)
 TUPLES: frozenset[type[Any]] = frozenset((tuple, Entry, InFlightPlan))
 
 _by_name = {kind.__name__: kind for kind in (*OBJECTS, *VALUES, *TUPLES)}

@@ -129,6 +129,11 @@ class WeightFiles:
             raise ModelError(f"{self.paths[0].parent}: tensor {name} cannot be read: {error}") from error
 
 
+def open_shard(path: Path) -> Shard:
+    """Open a single file of weights, in safetensors or else in PyTorch's own format. Raise ModelError naming it."""
+    return _SafetensorsShard(path) if path.suffix == ".safetensors" else _PickledShard(path)
+
+
 def check_float(name: str, dtype: torch.dtype) -> None:
     """Raise ModelError unless the weight called `name` has one of `FLOATS` as its type."""
     if dtype not in FLOATS:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Protocol
 from msgspec import Struct
 from torch import Tensor
 
+from kernels.lora import LoraSegments
+
 
 class ModelShape(Struct, frozen=True, kw_only=True):
     """The sizes that KV memory and the limits of requests depend on."""
@@ -24,6 +26,7 @@ class Inputs(NamedTuple):
     positions: Tensor  # (T,) int64
     slot_mapping: Tensor  # (T,) int64, flat indices into the KV cache
     attention: Any  # from `Ops.plan_attention`
+    lora: LoraSegments | None = None  # the tokens that use adapters; None: none does
 
 
 class CausalLM(Protocol):

@@ -1,19 +1,24 @@
 """`load_model`: loads a model folder onto a device."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from kernels.load import kv_cache_dtypes
+from kernels.lora import LoraStack
 from kernels.ops import Ops
 from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily
 from services.worker.checkpoint.errors import name_folder_in_errors
 from services.worker.checkpoint.quantization_config import find_conflict
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
+from services.worker.models.adapters.adapters import Adapters, LoraSizes
+from services.worker.models.adapters.targets import find_targets
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fingerprint import fingerprint, weights_digest
@@ -27,7 +32,7 @@ from services.worker.models.registry import (
     read_supported,
 )
 from services.worker.models.sanity_check import refuse_if_not_finite
-from services.worker.models.spec import DecoderSpec
+from services.worker.models.spec import DecoderSpec, WeightNames
 from services.worker.models.tensor_map import TensorMap
 from shared.errors import ConfigError, ModelError
 
@@ -42,6 +47,7 @@ class LoadedModel:
     precision: Precision
     fingerprint: str
     weights_digest: str
+    adapters: Adapters | None = None  # None: it takes none
 
 
 class FamilyMatch(NamedTuple):
@@ -49,6 +55,7 @@ class FamilyMatch(NamedTuple):
 
     spec: DecoderSpec
     tensors: TensorMap | None  # None if there are no weight files
+    names: WeightNames
 
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> LoadedModel:
@@ -71,7 +78,8 @@ def match_family(
     family = load_family(implementation.architecture)
     try:
         spec = family.read_spec(config)
-        return implementation, FamilyMatch(spec, TensorMap(files, spec, family.names) if files else None)
+        tensors = TensorMap(files, spec, family.names) if files else None
+        return implementation, FamilyMatch(spec, tensors, family.names)
     except UnsupportedByFamily as error:
         return fall_back_to_transformers(implementation.architecture, model_impl, error), None
 
@@ -97,15 +105,19 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
         logger.warning(line, implementation.reason, implementation.architecture)
     if match is None and config.batch_invariant:
         raise ConfigError("--batch-invariant needs a family of Quire's own; `quire models` lists them")
+    if match is None and config.enable_lora:
+        raise ConfigError("--enable-lora needs a family of Quire's own; `quire models` lists them")
     source = ModelSource(dtype, files.quantization if files else None, implementation.native)
     precision = _choose_precision(config, device, source, ops)
+    code, adapters = "", None
     if match is None:
         model, code = _load_through_transformers(path, implementation, files, precision, device, ops)
     else:
-        model, code = _load_native(match, files, precision, device, ops), ""
+        adapters = _room_for_adapters(match, config, precision, device, ops) if config.enable_lora else None
+        model = _load_native(match, files, precision, device, ops, adapters.stacks if adapters else {})
     weights = weights_digest(folder, files.paths if files else [])
     identity = fingerprint(weights, precision, device, code=code, batch_invariant=config.batch_invariant)
-    return LoadedModel(model, precision, identity, weights)
+    return LoadedModel(model, precision, identity, weights, adapters)
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
@@ -125,13 +137,26 @@ def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelS
     return precision
 
 
+def _room_for_adapters(
+    match: FamilyMatch, config: WorkerConfig, precision: Precision, device: torch.device, ops: Ops
+) -> Adapters:
+    sizes = LoraSizes(config.max_loras, config.max_lora_rank, precision.lora_dtype)
+    return Adapters(find_targets(match.spec, match.names), sizes, ops, device)
+
+
 def _load_native(
-    match: FamilyMatch, files: WeightFiles | None, precision: Precision, device: torch.device, ops: Ops
+    match: FamilyMatch,
+    files: WeightFiles | None,
+    precision: Precision,
+    device: torch.device,
+    ops: Ops,
+    lora: Mapping[str, LoraStack],
 ) -> Decoder:
+    build = partial(Decoder, kv_dtype=precision.kv_dtype, lora=lora)
     if files is None or match.tensors is None:
-        return Decoder(match.spec, RandomWeights(match.spec, precision, device), ops, kv_dtype=precision.kv_dtype)
+        return build(match.spec, RandomWeights(match.spec, precision, device), ops)
     with load_weights(files, match.tensors, precision, device) as weights:
-        decoder = Decoder(match.spec, weights, ops, kv_dtype=precision.kv_dtype)
+        decoder = build(match.spec, weights, ops)
     refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
     return decoder
 

@@ -48,6 +48,11 @@ class Precision(NamedTuple):
         """The type of the weights, for people."""
         return self.quantization or str(self.dtype).removeprefix("torch.")
 
+    @property
+    def lora_dtype(self) -> torch.dtype:
+        """The type of adapters' weights."""
+        return torch.bfloat16 if self.quantization else self.dtype
+
 
 class ModelSource(NamedTuple):
     """The types of a checkpoint, and whose code computes the model."""

@@ -107,9 +107,9 @@ class TensorMap:
         """Yield each parameter and its source. Sources of missing tensors have the names that those would have."""
         for parameter, shapes in parameter_shapes(self._spec):
             module, kind = parameter.rsplit(".", 1)
-            modules, transposed = _modules(module, self._family)
+            modules, transposed = checkpoint_modules(module, self._family)
             if len(modules) == 1:  # the checkpoint stores them concatenated
-                shapes = [_concatenated_shape(shapes)]
+                shapes = [concatenated_shape(shapes)]
             names = [f"{name}.{kind}" for name in modules]
             if stack := self._stack_of_experts(module, names, shapes):
                 yield parameter, ParameterSource([stack])
@@ -127,16 +127,17 @@ class TensorMap:
                 experts = self._spec.layers[int(layer)].experts
                 if experts is None or not self._names.is_stacked(stack, names):
                     return None
-                return SourceTensor(self._names.find(stack), _concatenated_shape(shapes), int(number), experts.count)
+                return SourceTensor(self._names.find(stack), concatenated_shape(shapes), int(number), experts.count)
             case _:
                 return None
 
 
-def _concatenated_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+def concatenated_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the parts of a parameter, concatenated."""
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _modules(module: str, names: WeightNames) -> tuple[tuple[str, ...], bool]:
+def checkpoint_modules(module: str, names: WeightNames) -> tuple[tuple[str, ...], bool]:
     """Return the family's names, without prefix, for a module of ours, and whether their weights are transposed."""
     match module.split("."):
         case ["head"]:

@@ -34,7 +34,7 @@ class Attention:
     def __call__(self, x: Tensor, context: ForwardContext, cache: tuple[Tensor, Tensor]) -> Tensor:
         spec, inputs, rope = self._spec, context.inputs, self.layer.rope
         q = self._ops.rotate_and_store(
-            self.qkv(x).view(len(x), -1, spec.head_dim),
+            self.qkv(x, inputs.lora).view(len(x), -1, spec.head_dim),
             *cache,
             inputs.slot_mapping,
             positions=inputs.positions,
@@ -52,7 +52,7 @@ class Attention:
             bias=self.kv_bias,
             angles=context.angles.get(rope) if rope else None,
         )
-        return self.out(out.flatten(1))
+        return self.out(out.flatten(1), inputs.lora)
 
 
 def _split_bias(bias: Tensor, layer: LayerSpec, spec: DecoderSpec) -> tuple[Tensor, KVBias]:

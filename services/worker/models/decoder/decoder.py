@@ -4,13 +4,14 @@ It knows only tensors. A row of the batch is any number of tokens at consecutive
 where in the cache their keys and values go. Nothing here tells prefill from decode.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.decoder_layers import DecoderLayer, LayerConfig
+from kernels.lora import LoraStack
 from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.models.decoder.attention import Attention, RotaryTables
@@ -31,12 +32,26 @@ class Layer(NamedTuple):
     mlp: FeedForward | MixtureOfExperts
     mlp_post_norm: Norm | None
 
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The linear operations that adapters can change, by the names of their parameters."""
+        attention = {"qkv": self.attention.qkv, "out": self.attention.out}
+        return attention | ({"up": self.mlp.up, "down": self.mlp.down} if isinstance(self.mlp, FeedForward) else {})
+
 
 class Decoder:
     """A model's weights and its forward pass."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, *, kv_dtype: torch.dtype = torch.float32) -> None:
-        """`kv_dtype` is the type of the caches that `forward` will get."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        ops: Ops,
+        *,
+        kv_dtype: torch.dtype = torch.float32,
+        lora: Mapping[str, LoraStack] | None = None,
+    ) -> None:
+        """`kv_dtype` is the type of the caches that `forward` will get. `lora` has the adapters' slots by operation."""
         self.spec = spec
         self._ops = ops
         self._device = weights.device
@@ -49,6 +64,9 @@ class Decoder:
         self._project_out = Linear(weights, "project_out", ops) if projected else None
         self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
         self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
+        for index, layer in enumerate(self._layers):
+            for name, linear in layer.linears.items():
+                linear.lora = (lora or {}).get(f"layers.{index}.{name}")
         packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
         self._rotary = RotaryTables(spec.layers, ops, packed=packed)
         self.fused_layers = self._fuse_layers()
@@ -72,6 +90,7 @@ class Decoder:
                 inputs.positions,
                 list(self._rotary.cos_sin.values()),
                 list(self._rotary.angles.values()),
+                inputs.lora,
             )
         context = ForwardContext(inputs, self._rotary.cos_sin, self._rotary.angles)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
@@ -110,7 +129,7 @@ class Decoder:
             if layer.attention_post_norm:
                 x = layer.attention_post_norm(x)
             normed, residual = layer.mlp_norm.add(x, residual)
-            x = layer.mlp(normed)
+            x = layer.mlp(normed, context.inputs.lora)
             if layer.mlp_post_norm:
                 x = layer.mlp_post_norm(x)
         return residual if x is None else residual + x
@@ -119,7 +138,7 @@ class Decoder:
         """Compute norm(x + f(x)), twice a layer."""
         for layer, cache in zip(self._layers, caches, strict=True):
             x, _ = layer.attention_norm.add(layer.attention(x, context, cache), x)
-            x, _ = layer.mlp_norm.add(layer.mlp(x), x)
+            x, _ = layer.mlp_norm.add(layer.mlp(x, context.inputs.lora), x)
         return x
 
     def _fuse_layers(self) -> Callable[..., Tensor] | None:
@@ -147,6 +166,7 @@ class Decoder:
                     window=attention.layer.window,
                     rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
                     kv_bias=attention.kv_bias,
+                    lora={name: linear.lora for name, linear in layer.linears.items() if linear.lora},
                 )
             )
         config = LayerConfig(

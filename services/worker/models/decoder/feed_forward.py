@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kernels.decoder_layers import Expert
+from kernels.lora import LoraSegments
 from kernels.ops import Ops
 from services.worker.models.decoder.layers import Linear, Weights
 from services.worker.models.spec import Activation, DecoderSpec, Experts
@@ -18,8 +19,8 @@ class FeedForward:
         self.down = Linear(weights, f"{prefix}down", ops)
         self._activation = activation(spec.activation, ops)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._activation(self.up(x)))
+    def __call__(self, x: Tensor, segments: LoraSegments | None = None) -> Tensor:
+        return self.down(self._activation(self.up(x, segments)), segments)
 
     def as_expert(self, activation: Activation) -> Expert:
         """Return the block as a value; `activation` is its activation's name."""
@@ -35,7 +36,7 @@ class MixtureOfExperts:
         self._experts = ops.pack_experts((block.as_expert(spec.activation) for block in blocks), experts.count)
         self._top_k, self._renormalize, self._ops = experts.top_k, experts.renormalize, ops
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, _: LoraSegments | None = None) -> Tensor:
         topk_weights, topk_ids = self._ops.route(self._router(x), self._top_k, self._renormalize)
         return self._ops.mix_experts(x, topk_weights, topk_ids, self._experts)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder_layers import Projection
+from kernels.lora import LoraSegments, LoraStack
 from kernels.ops import Ops
 from kernels.quantized import Weight
 from services.worker.models.causal_lm import Inputs
@@ -37,19 +38,23 @@ class ForwardContext(NamedTuple):
 
 
 class Linear:
-    """A linear layer, y = x Wᵀ + b."""
+    """A linear layer, y = x Wᵀ + b, to which adapters add theirs if it has `lora`."""
 
     def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
         self.weight = ops.pack_linear(weights.load_matrix(f"{name}.weight"))
         self.bias = _vector(weights, f"{name}.bias", ops)
-        self._linear = ops.linear
+        self.lora: LoraStack | None = None
+        self._ops = ops
 
     @property
     def projection(self) -> Projection:
         return Projection(self.weight, self.bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, segments: LoraSegments | None = None) -> Tensor:
+        y = self._ops.linear(x, self.weight, self.bias)
+        if segments and self.lora:
+            self._ops.lora_expand(y, self._ops.lora_shrink(x, self.lora, segments), self.lora, segments)
+        return y
 
 
 class Norm:
