@@ -21,6 +21,7 @@ from shared.errors import InvalidRequest, brief
 from shared.params import RepetitionDetectionParams, whole
 
 Integer = int | float
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 RequestT = TypeVar("RequestT", bound=Struct)
 
 
@@ -97,7 +98,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is kept
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None  # false: reasoning is left out of the answer
 
 
@@ -107,6 +108,63 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: Integer | None = None
+
+
+class ResponsesRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/responses. `responses_input.py` makes a chat of it, and checks what the types here leave open."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # false: only the first call is kept
+    text: dict[str, Any] | None = None  # the form of the answer
+    reasoning: dict[str, Any] | None = None
+    max_output_tokens: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Integer | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    stream: bool | None = None
+    # refused unless they ask for nothing
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    prompt: dict[str, Any] | None = None
+    # taken, and without effect; the answer has most of them
+    max_tool_calls: Integer | None = None  # of built-in tools
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    user: str | None = None
+    # vLLM's, and as in a chat
+    top_k: Integer | None = None
+    min_p: float | None = None
+    seed: Integer | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logit_bias: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Integer | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: Integer | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
 
 
 class TokenizeChatRequest(ChatRequest, frozen=True, kw_only=True):
@@ -227,10 +285,11 @@ def _invalid(message: str) -> InvalidRequest:
 def _check(request: Struct) -> None:
     """Raise `InvalidRequest` for values and combinations of fields that are not supported, whatever the model."""
     if isinstance(request, GenerationRequest):
-        _check_generation(request)
+        check_generation(request)
 
 
-def _check_generation(request: GenerationRequest) -> None:
+def check_generation(request: GenerationRequest) -> None:
+    """Raise `InvalidRequest` for the same of a request that generates."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:

@@ -17,6 +17,7 @@ from services.gateway.api_requests import (
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
+    ResponsesRequest,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     UnloadAdapterRequest,
@@ -42,6 +43,8 @@ from services.gateway.docs_page import show_docs, show_file
 from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
 from services.gateway.openapi import DESCRIPTION, Description, Route, show_openapi
 from services.gateway.response import json_response
+from services.gateway.responses import responses
+from services.gateway.responses_objects import Response, StreamEvent
 from services.gateway.tokenization import detokenize, tokenize, tokenizer_info
 from shared.errors import InvalidRequest, Unavailable, brief
 from shared.protocol import AdapterInfo
@@ -90,6 +93,18 @@ def _routes(config: GatewayConfig) -> list[Route]:
             example={"messages": MESSAGES, "max_tokens": 32},
             answer=ChatCompletionResponse,
             chunk=ChatCompletionStreamResponse,
+            errors=(429, 500, 503),
+        ),
+        Route(
+            method="POST",
+            path="/v1/responses",
+            handler=_running(responses),
+            tag=GENERATION,
+            bodies=(ResponsesRequest,),
+            example={"input": MESSAGES, "max_output_tokens": 32},
+            answer=Response,
+            chunk=StreamEvent,
+            ends_in_done=False,
             errors=(429, 500, 503),
         ),
         Route(

@@ -41,10 +41,10 @@ MUCH_TEXT = 20_000  # characters; parsing them takes 4 ms, and 60 ms in the slow
 async def chat_completions(http: web.Request) -> web.StreamResponse:
     """Answer with the model's next message, whole or as a stream."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
-    begin_response(http, "chatcmpl")
+    begin_response(http, "chatcmpl-")
     request = await read(http, ChatRequest)
-    id = begin_response(http, "chatcmpl", request.request_id)
-    prompt = await _prepare(gateway, request, arrived, id)
+    id = begin_response(http, "chatcmpl-", request.request_id)
+    prompt = await prepare_chat(gateway, request, arrived, id)
     if request.stream:
         head = ResponseHead.now(id, "chat.completion.chunk", prompt.adapter or gateway.model.name)
         encoder = _ChunkEncoder(head, request)
@@ -52,11 +52,12 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     head = ResponseHead.now(id, "chat.completion", prompt.adapter or gateway.model.name)
     generations = await collect(gateway, [prompt])
     repeats_much = _repeats_much(request, prompt) or (request.return_token_ids is True and has_many_ids(generations))
-    takes_long = has_many_logprobs(generations) or _has_much_to_parse(generations) or repeats_much
+    takes_long = has_many_logprobs(generations) or has_much_to_parse(generations) or repeats_much
     return await run_in_thread_if(takes_long, _respond, head, request, generations)
 
 
-async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: str) -> PreparedPrompt:
+async def prepare_chat(gateway: Gateway, request: ChatRequest, arrived: float, id: str) -> PreparedPrompt:
+    """Return the prompt of a chat, ready to be submitted. Raise `InvalidRequest`."""
     model = gateway.model
     adapter = await gateway.choose_adapter(request.model)
     params = chat_params(request, model.defaults)
@@ -186,7 +187,7 @@ def _format(request: ChatRequest, parsers: ParserChoice, tools: Tools | None, pr
     )
 
 
-def _has_much_to_parse(generations: Sequence[Generation]) -> bool:
+def has_much_to_parse(generations: Sequence[Generation]) -> bool:
     """Return whether taking the outputs apart would keep the loop too long."""
     parsed = (generation for generation in generations if generation.parsers)
     return sum(len(sample.text) for generation in parsed for sample in generation.text.samples) > MUCH_TEXT

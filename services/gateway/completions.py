@@ -39,9 +39,9 @@ MAX_PROMPT_LOGPROBS = 1_000_000
 async def completions(http: web.Request) -> web.StreamResponse:
     """Answer with the continuations of each prompt, whole or as a stream. Choice i is sample i % n of prompt i // n."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
-    begin_response(http, "cmpl")
+    begin_response(http, "cmpl-")
     request = await read(http, CompletionRequest)
-    id = begin_response(http, "cmpl", request.request_id)
+    id = begin_response(http, "cmpl-", request.request_id)
     prompts = await _prepare(gateway, request, arrived, id)
     head = ResponseHead.now(id, "text_completion", prompts[0].adapter or gateway.model.name)
     if request.stream:

@@ -288,6 +288,143 @@ FIELDS: Mapping[str, Schema] = {
 }
 """JSON Schema of each field of the requests, which is added to what its type gives."""
 
+_RESPONSES_TOOL = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {"type": {"const": "function"}, **TOOL["properties"]["function"]["properties"]},
+}
+
+_NAMED_FUNCTION = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+}
+
+_FORM = {
+    "type": ["object", "null"],
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": {"description": "Of the schema."},
+        "schema": {"description": "The JSON schema that the answer follows."},
+    },
+}
+
+_ITEM_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+
+_ITEM = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "type": {"enum": ["message", None]},
+                "role": {"enum": ["user", "assistant", "system", "developer"]},
+                "content": _ITEM_CONTENT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"const": "reasoning"},
+                "content": {
+                    "type": ["array", "null"],
+                    "items": {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
+                },
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "name", "arguments"],
+            "properties": {
+                "type": {"const": "function_call"},
+                "call_id": {"type": "string"},
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "description": "The text of a JSON object."},
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "output"],
+            "properties": {
+                "type": {"const": "function_call_output"},
+                "call_id": {"type": "string", "description": "That of a call before it."},
+                "output": _ITEM_CONTENT,
+            },
+        },
+    ]
+}
+
+RESPONSES_FIELDS: Mapping[str, Schema] = {
+    "input": {
+        "description": "A user's message, or the items of the conversation.",
+        "minLength": 1,
+        "minItems": 1,
+        "items": _ITEM,
+    },
+    "instructions": {"description": "A system message before the input."},
+    "tools": {"description": "The functions that the model may call.", "items": _RESPONSES_TOOL},
+    "tool_choice": {
+        "description": "Default: auto if there are tools.",
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            _NAMED_FUNCTION,
+            {
+                "type": "object",
+                "required": ["type", "mode", "tools"],
+                "properties": {
+                    "type": {"const": "allowed_tools"},
+                    "mode": {"enum": ["auto", "required"]},
+                    "tools": {"type": "array", "items": _NAMED_FUNCTION},
+                },
+            },
+        ],
+    },
+    "text": {"description": "The form of the answer.", "properties": {"format": _FORM}},
+    "reasoning": {
+        "description": "effort: how much to think; a variable of the chat template. Reasoning is shown as it is, "
+        "without a summary."
+    },
+    "max_output_tokens": {
+        "description": "Maximum number of tokens of the output, reasoning included. Default: the model's own; else the "
+        "rest of the context.",
+        "minimum": 0,
+    },
+    "include": {"description": "message.output_text.logprobs: show log-probabilities."},
+    "top_logprobs": {
+        "description": "Log-probabilities of so many of the likeliest tokens at each place; needs include.",
+        "minimum": 0,
+        "maximum": MAX_LOGPROBS,
+    },
+    "truncation": {"description": "auto: drop the beginning of a prompt that does not fit. Default: disabled."},
+    "background": {"description": "Only false."},
+    **{
+        name: {"description": "Only null: nothing is kept."}
+        for name in ("conversation", "previous_response_id", "prompt")
+    },
+    **{
+        name: {"description": "Taken, and without effect."}
+        for name in (
+            "max_tool_calls", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
+            "stream_options", "user",
+        )
+    },
+}  # fmt: skip
+"""The same of fields that are the Responses API's alone, or differ there."""
+
 PROMPT_FIELDS = frozenset(
     {
         "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",

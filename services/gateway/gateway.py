@@ -143,14 +143,14 @@ RESPONSE_ID = web.RequestKey("response id", str)
 """The `id` of a response that generates, which has `REQUEST_ID` in it. Logs name such a request by it."""
 
 
-def begin_response(request: web.Request, kind: str, requested_id: str | None = None) -> str:
-    """Return the id of a response of some `kind`, under which it is logged from now on.
+def begin_response(request: web.Request, prefix: str, requested_id: str | None = None) -> str:
+    """Return the id of a response, which begins with `prefix`, and under which it is logged from now on.
 
-    It has the id of the header X-Request-Id, or else the one that the body requests, or else a new one.
+    After that comes the id of the header X-Request-Id, or else the one that the body requests, or else a new one.
     """
     if requested_id is not None and request.headers.get("X-Request-Id") != request[REQUEST_ID]:
         request[REQUEST_ID] = requested_id
-    id = request[RESPONSE_ID] = f"{kind}-{request[REQUEST_ID]}"
+    id = request[RESPONSE_ID] = f"{prefix}{request[REQUEST_ID]}"
     return id
 
 

@@ -79,12 +79,7 @@ class MessageReader:
         """Return the entries without those of reasoning that is not shown."""
         if self._shows_reasoning:
             return list(logprobs)
-        return [entry for entry in logprobs if not self._is_reasoning(entry.offset)]
-
-    def _is_reasoning(self, offset: int) -> bool:
-        """Return whether a character is part of reasoning or of its end marker, which may not be complete yet."""
-        spans = self._parser.reasoning_spans
-        return any(span.begin <= offset and (span.after is None or offset < span.after) for span in spans)
+        return [entry for entry in logprobs if not self._parser.is_reasoning(entry.offset)]
 
     def _fields(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the fields of a delta. A chunk names each part once, since clients take a list's items by index."""

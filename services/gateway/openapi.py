@@ -16,12 +16,13 @@ from msgspec import Struct
 
 from services.gateway.api_requests import (
     GenerationRequest,
+    ResponsesRequest,
     StreamOptions,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
 from services.gateway.api_responses import ErrorResponse
-from services.gateway.field_schemas import FIELDS, PROMPT_FIELDS
+from services.gateway.field_schemas import FIELDS, PROMPT_FIELDS, RESPONSES_FIELDS
 from services.gateway.ignored_fields import HEADER
 from services.gateway.middlewares import OPEN_PATHS
 from services.gateway.threads import run_in_thread
@@ -66,7 +67,8 @@ class Route(Struct, frozen=True, kw_only=True):
     example: Mapping[str, Any] | None = None  # of a body
     answer: Any = None  # the type of the JSON of status 200; None: it is not JSON
     content_type: str = JSON  # of status 200; empty: it has no body
-    chunk: type[Struct] | None = None  # the type of an event's data, if the answer may be a stream
+    chunk: Any = None  # the type of an event's data, if the answer may be a stream
+    ends_in_done: bool = True  # whether the last event of a stream is `[DONE]`
     parameters: Sequence[Mapping[str, Any]] = ()  # of the query
     errors: tuple[int, ...] = ()  # statuses of refusals beside those of all routes with a body
     is_shown: bool = True
@@ -156,18 +158,25 @@ def _success(route: Route, schemas: Mapping[Any, Json]) -> Json:
         schema = {"type": "string"} if route.answer is None else schemas[route.answer]
         response["content"] = {route.content_type: {"schema": schema}}
     if route.chunk is not None:
-        response["description"] = "The whole answer, or a stream of events, the last of which is `[DONE]`."
-        response["content"][EVENTS] = {"schema": _event(schemas[route.chunk])}
+        response["description"] = "The whole answer, or a stream of events."
+        response["content"][EVENTS] = {"schema": _event(route, schemas)}
     return response
 
 
-def _event(chunk: Json) -> Json:
+def _event(route: Route, schemas: Mapping[Any, Json]) -> Json:
     """Return the schema of one event: OpenAPI 3.1 leaves that open, and this is how its readers take it."""
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [chunk, _ERROR_SCHEMA]}}
+    data: Json = {"type": "string", "contentMediaType": JSON, "contentSchema": schemas[route.chunk]}
+    if not route.ends_in_done:
+        return {
+            "type": "object",
+            "required": ["event", "data"],
+            "properties": {"event": {"type": "string"}, "data": data},
+        }
+    data["contentSchema"] = {"anyOf": [data["contentSchema"], _ERROR_SCHEMA]}
     return {
         "type": "object",
         "required": ["data"],
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data], "description": "The last one is `[DONE]`."}},
     }
 
 
@@ -210,8 +219,9 @@ def _describe(components: Mapping[str, Any], request_type: type[Struct]) -> None
     The schemas of prompts that are only tokenized have nothing but the fields that make a difference.
     """
     properties = components.get(request_type.__name__, {}).get("properties", {})
+    own = RESPONSES_FIELDS if request_type is ResponsesRequest else {}
     for name, schema in properties.items():
-        schema.update(FIELDS[name])
+        schema.update(own.get(name) or FIELDS[name])
     if issubclass(request_type, TokenizeChatRequest | TokenizeCompletionRequest):
         for name in properties.keys() - PROMPT_FIELDS:
             del properties[name]

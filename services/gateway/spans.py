@@ -55,7 +55,7 @@ MAX_CHOICES = 64
 """Choices of a response that have spans of their own. A request may have a thousand, which may end at the same time."""
 
 SERVICE = "quire"
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 PROPAGATOR = TraceContextTextMapPropagator()
 
 Attributes = dict[str, AttributeValue]

@@ -1,7 +1,7 @@
 """Runs the prompts of a request, and streams their output as server-sent events or collects it.
 
 The headers of a stream are sent when the engine has accepted every prompt, however long that takes, so that a refusal
-has its own status and Retry-After. A later error is sent as an event, followed by `[DONE]`.
+has its own status and Retry-After. A later error is sent as an event, the last one.
 
 An accepted request may wait in the queue for long. While nothing else is written, a comment is sent now and then, so
 that proxies do not close the connection as idle. Comments are rare, since clients may not expect them: vLLM's benchmark
@@ -14,45 +14,51 @@ a sample's first chunk is written at once, and each later one when k tokens have
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
 
 from services.gateway import errors
 from services.gateway.api_requests import StreamOptions
 from services.gateway.bounds import MAX_LOGPROBS_AT_ONCE
+from services.gateway.choice_events import ChoiceEvents, ChunkEncoder
 from services.gateway.config import GatewayConfig
+from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway, logged_id
 from services.gateway.generation import Generation, Update, merge, submit
 from services.gateway.prompt import PreparedPrompt
-from services.gateway.response import StreamedUsage, usage
 from shared.errors import InvalidRequest
 
 COMMENT = b": keep-alive\n\n"
 AFTER_COMMENT = b":\n\n"
-DONE = b"data: [DONE]\n\n"
-ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-class ChunkEncoder(Protocol):
-    """Encodes the chunks of an endpoint. `index` is that of a choice in the response."""
+class EventEncoder(Protocol):
+    """Encodes the events of a stream, each with its blank line. `index` is that of a sample among those of all prompts.
 
-    @property
-    def prefix(self) -> bytes:
-        """Return the JSON of a chunk up to its choices: `{"id": ..., "choices": [`."""
+    All but the last two are called while the stream is written, and then one of them is.
+    """
 
-    def openings(self, index: int, generation: Generation) -> Iterable[tuple[bytes, bytes]]:
-        """Return what comes before the first text of a choice: objects of it, each with further fields of its chunk."""
+    def begin(self, generations: Sequence[Generation]) -> bytes:
+        """Return what is sent as soon as all prompts are accepted."""
 
     async def prepare(self, prompt_index: int, generation: Generation) -> None:
-        """Make what the first chunks of a prompt need, in a thread if it takes long."""
+        """Make what the first events of a prompt need, in a thread if it takes long."""
 
-    def choice(self, index: int, generation: Generation, update: Update) -> bytes:
-        """Return the object of a choice for an update."""
+    def openings(self, index: int, generation: Generation) -> bytes:
+        """Return what comes right before the first text of a sample."""
+
+    def update(self, index: int, generation: Generation, update: Update) -> bytes:
+        """Return the events of an update, which may be none."""
+
+    def end(self) -> bytes:
+        """Return what comes when all samples have ended."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return the same when the stream ends with an error."""
 
 
 async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
@@ -104,10 +110,18 @@ async def stream(
     encoder: ChunkEncoder,
     options: StreamOptions | None,
 ) -> web.StreamResponse:
+    """Run all prompts, and write their output in chunks of choices. Raise as `stream_events` does."""
+    events = ChoiceEvents(encoder, options, all_usage=gateway.config.enable_force_include_usage)
+    return await stream_events(request, gateway, prompts, events)
+
+
+async def stream_events(
+    request: web.Request, gateway: Gateway, prompts: Sequence[PreparedPrompt], encoder: EventEncoder
+) -> web.StreamResponse:
     """Run all prompts, and write their output. Raise an error only if the status has not been sent yet."""
     interval = prompts[0].params.stream_interval or gateway.config.stream_interval  # the same for all of them
     _check_logprobs(prompts, interval=interval)
-    writer = _StreamWriter(request, encoder, options, interval, gateway.config)
+    writer = _StreamWriter(request, encoder, interval, gateway.config)
     try:
         with gateway.lifecycle.abortable():
             async with AsyncExitStack() as stack:
@@ -156,24 +170,13 @@ class _Interval:
 class _StreamWriter:
     """Writes one stream. The tasks of its prompts share the response, and each write is of whole chunks."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        encoder: ChunkEncoder,
-        options: StreamOptions | None,
-        interval: int,
-        config: GatewayConfig,
-    ) -> None:
+    def __init__(self, request: web.Request, encoder: EventEncoder, interval: int, config: GatewayConfig) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._generations: list[Generation] = []
         self._request = request
         self._encoder = encoder
-        self._streamed_usage = StreamedUsage([])
         self._keep_alive_interval = config.sse_keep_alive_interval or math.inf
         self._interval = interval  # tokens of a chunk
-        options = ALL_USAGE if config.enable_force_include_usage else options or StreamOptions()
-        self._with_usage = bool(options.include_usage)
-        self._usage_in_chunks = self._with_usage and bool(options.continuous_usage_stats)
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
         self._loop = asyncio.get_running_loop()
@@ -186,10 +189,12 @@ class _StreamWriter:
         async with asyncio.TaskGroup() as tasks:
             for generation in self._generations:
                 tasks.create_task(generation.wait_accepted())
-        self._streamed_usage = StreamedUsage(self._generations)
+        first = self._encoder.begin(generations)
         await self.response.prepare(self._request)
         writer: Any = self._request.writer
         self._chunked = writer.chunked
+        if first:
+            await self._write(self._events(first))
 
     async def keep_alive(self) -> None:
         """Write a comment whenever nothing else was written for an interval. Run until cancelled."""
@@ -203,41 +208,27 @@ class _StreamWriter:
     async def write(self, prompt_index: int) -> None:
         """Write the updates of one prompt as they come, to its end.
 
-        The opening chunks are written with the first update, since clients take the first chunk for the first token.
+        The openings are written with the first update, since clients take the first chunk for the first token.
         """
         generation = self._generations[prompt_index]
         num_samples = len(generation.text.samples)
-        first_choice = prompt_index * num_samples
+        first = prompt_index * num_samples
         interval = _Interval(self._interval)
-        updates = await self._updates(prompt_index, interval)
+        updates = interval.due(generation, await generation.updates())
         await self._encoder.prepare(prompt_index, generation)
-        opening = b"".join(
-            self._chunk(choice, fields)
-            for index in range(num_samples)
-            for choice, fields in self._encoder.openings(first_choice + index, generation)
-        )
+        openings = (self._encoder.openings(first + index, generation) for index in range(num_samples))
+        opening = b"".join(openings)
         while True:
-            events = (self._update(first_choice + update.sample, generation, update) for update in updates)
+            events = (self._encoder.update(first + update.sample, generation, update) for update in updates)
             if data := opening + b"".join(events):
                 await self._write(self._events(data))
             if generation.text.finished:
                 return
-            updates, opening = await self._updates(prompt_index, interval), b""
-
-    async def _updates(self, prompt_index: int, interval: _Interval) -> list[Update]:
-        generation = self._generations[prompt_index]
-        updates = await generation.updates()
-        if self._usage_in_chunks:
-            self._streamed_usage.set_cached(prompt_index, generation.text.num_cached_tokens)
-        return interval.due(generation, updates)
+            updates, opening = interval.due(generation, await generation.updates()), b""
 
     async def end(self) -> None:
-        """Write the usage, if it is requested, and the end of the stream."""
-        last = b""
-        if self._with_usage:
-            total = msgspec.json.encode(usage(self._generations))
-            last = b"data: " + self._encoder.prefix + b'],"usage":' + total + b"}\n\n"
-        await self._write(self._events(last + DONE))
+        """Write the end of the stream."""
+        await self._write(self._events(self._encoder.end()))
         self._flush()
         await self.response.write_eof()
 
@@ -248,8 +239,8 @@ class _StreamWriter:
         if not self.response.prepared:
             raise error
         with suppress(ConnectionError):
-            event = b"data: " + errors.error_body(errors.to_api_error(error, logged_id(self._request))) + b"\n\n"
-            await self._write(self._events(event + DONE))
+            last = self._encoder.fail(errors.to_api_error(error, logged_id(self._request)))
+            await self._write(self._events(last))
             self._flush()
             await self.response.write_eof()
 
@@ -278,15 +269,3 @@ class _StreamWriter:
         """Return the bytes to write for `data`, which is whole events."""
         prefix, self._event_prefix, self._idle = self._event_prefix, b"", False
         return prefix + data
-
-    def _update(self, index: int, generation: Generation, update: Update) -> bytes:
-        if self._usage_in_chunks:
-            self._streamed_usage.set_output(index, generation.text.samples[update.sample].num_shown_tokens)
-        return self._chunk(self._encoder.choice(index, generation, update))
-
-    def _chunk(self, choice: bytes, fields: bytes = b"") -> bytes:
-        if not choice:
-            return b""
-        if self._usage_in_chunks:
-            fields += b',"usage":' + msgspec.json.encode(self._streamed_usage.now())
-        return b"data: " + self._encoder.prefix + choice + b"]" + fields + b"}\n\n"

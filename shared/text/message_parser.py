@@ -109,6 +109,11 @@ class MessageParser:
         """Return where reasoning is in the text so far."""
         return () if self._reasoning is None else self._reasoning.spans
 
+    def is_reasoning(self, offset: int) -> bool:
+        """Return whether a character is part of reasoning or of its end marker, which may not be complete yet."""
+        spans = self.reasoning_spans
+        return any(span.begin <= offset and (span.after is None or offset < span.after) for span in spans)
+
     def _feed(self, index: int, text: str) -> list[Delta]:
         return self._pass_on(index, self._stages[index].feed(text))
 

@@ -28,7 +28,7 @@ PACKAGES = ROOT / ".clients/node"
 PROGRAM = (ROOT / "tests/clients/ai_sdk/client.mjs").read_text(encoding="utf-8")
 
 pytestmark = pytest.mark.skipif(not PACKAGES.exists(), reason="there is no npm")
-PROVIDERS = pytest.mark.parametrize("provider", ["compatible", "openai"])
+PROVIDERS = pytest.mark.parametrize("provider", ["compatible", "openai", "responses"])
 
 
 def run(server: Server, *arguments: str, key: str = KEY) -> Any:
@@ -40,7 +40,7 @@ def run(server: Server, *arguments: str, key: str = KEY) -> Any:
 def run_node(program: str, *arguments: str, **variables: str) -> str:
     """Run a program where it finds the packages, and return what it prints."""
     command = ["node", "--input-type=module", "--eval", program, "--", *arguments]
-    environment = os.environ | {"AI_SDK_LOG_WARNINGS": "false"} | variables
+    environment = os.environ | variables
     process = subprocess.run(command, cwd=PACKAGES, env=environment, capture_output=True, text=True, timeout=100)
     assert process.returncode == 0, process.stderr
     return process.stdout

@@ -45,6 +45,16 @@ def test_a_loop_of_tool_calls(scripted: Server, question: str, cities: list[str]
     assert answer.usage_metadata["output_tokens"] > 0
 
 
+def test_an_agent_by_responses(scripted: Server) -> None:
+    weather = Weather()
+    model = chat(scripted, use_responses_api=True)
+    agent = create_agent(model, tools=[weather.tool], system_prompt="Be brief.")
+    messages = agent.invoke({"messages": [("user", TWO_QUESTIONS)]})["messages"]
+    assert (messages[-1].text, sorted(weather.cities)) == (ANSWER, ["Oslo", "Paris"])
+    assert "".join(chunk.text for chunk in model.stream([HumanMessage(TRIP_QUESTION)])) == TRIP.model_dump_json()
+    assert model.with_structured_output(Trip).invoke(TRIP_QUESTION) == TRIP
+
+
 def test_an_agent(scripted: Server) -> None:
     weather = Weather()
     agent = create_agent(chat(scripted), tools=[weather.tool], system_prompt="Be brief.")

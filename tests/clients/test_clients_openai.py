@@ -137,6 +137,74 @@ async def test_the_asynchronous_client(scripted: Server) -> None:
     assert final.choices[0].message.parsed == TRIP
 
 
+RESPONSES_TOOL: Any = {"type": "function", "strict": False, **TOOL["function"]}
+
+
+def respond(client: openai.OpenAI, stream: bool, **fields: Any) -> Any:
+    """Return the next response; that of a stream is put together by the client."""
+    if not stream:
+        return client.responses.create(**fields)
+    with client.responses.stream(**fields) as events:
+        return events.get_final_response()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("question", "cities"), [(QUESTION, ["Paris"]), (TWO_QUESTIONS, ["Paris", "Oslo"])])
+def test_a_loop_of_tool_calls_in_responses(
+    script: openai.OpenAI, question: str, cities: list[str], stream: bool
+) -> None:
+    """What the client got, reasoning among it, it sends back as it is."""
+    items: list[Any] = [{"role": "user", "content": question}]
+    answer = respond(script, stream, model="tiny", input=items, tools=[RESPONSES_TOOL])
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [json.loads(call.arguments)["city"] for call in calls] == cities
+    items += answer.output
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT} for call in calls]
+    answer = respond(script, stream, model="tiny", input=items, tools=[RESPONSES_TOOL])
+    assert (answer.status, answer.output_text) == ("completed", ANSWER)
+
+
+def test_reasoning_in_responses(script: openai.OpenAI) -> None:
+    answer = script.responses.create(model="tiny", input=QUESTION, tools=[RESPONSES_TOOL])
+    thought = answer.output[0]
+    assert thought.type == "reasoning"
+    assert [part.text.strip() for part in thought.content or ()] == [THOUGHT]
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_a_text_in_responses(model: openai.OpenAI) -> None:
+    fields: Any = {"model": "smol", "input": QUESTION, "max_output_tokens": 8, "temperature": 0}
+    whole = model.responses.create(**fields)
+    with model.responses.stream(**fields) as events:
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert whole.status == "incomplete"
+    assert whole.output_text == "".join(deltas) != ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_typed_answer_in_responses(model: openai.OpenAI, stream: bool) -> None:
+    fields: Any = {"model": "smol", "input": TRIP_QUESTION, "text_format": Trip, "temperature": 1}
+    answer = respond(model, True, **fields) if stream else model.responses.parse(**fields)
+    assert isinstance(answer.output_parsed, Trip)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_typed_call_in_responses(model: openai.OpenAI, stream: bool) -> None:
+    tools: Any = [openai.pydantic_function_tool(Trip)]
+    tools = [{"type": "function", **tool["function"]} for tool in tools]
+    answer = respond(model, stream, model="smol", input=TRIP_QUESTION, tools=tools, tool_choice="required")
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [type(Trip.model_validate_json(call.arguments)) for call in calls] == [Trip] * len(calls) != []
+
+
+def test_a_failure_in_a_stream_of_responses(script: openai.OpenAI) -> None:
+    events = list(script.responses.create(model="tiny", input=FATAL, stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "the worker died" in events[-1].response.error.message
+
+
 def test_errors(embedded: Server, model: openai.OpenAI) -> None:
     def fields(model: str = "smol", text: str = QUESTION, **more: Any) -> Any:
         return {"model": model, "messages": [{"role": "user", "content": text}]} | more
@@ -151,8 +219,11 @@ def test_errors(embedded: Server, model: openai.OpenAI) -> None:
     assert caught.value.param == "temperature"
     with connect(embedded, api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
-    with pytest.raises(openai.NotFoundError):
-        model.responses.create(model="smol", input=QUESTION)
+    with pytest.raises(openai.BadRequestError) as caught:
+        model.responses.create(model="smol", input=QUESTION, previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError, match=r"maximum context length is \d+ tokens, but input has \d+"):
+        model.responses.create(model="smol", input=TOO_LONG)
 
 
 def test_an_error_in_a_stream(script: openai.OpenAI) -> None:

@@ -14,7 +14,7 @@ from pydantic_ai import (
     ThinkingPart,
     ToolOutput,
 )
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.providers.vllm import VLLMProvider
 
@@ -50,6 +50,19 @@ async def test_a_loop_of_tool_calls(scripted: Server, provider: Any, question: s
     result = await agent(scripted, provider, instructions="Be brief.", tools=[weather.tool]).run(question)
     assert (result.output, sorted(weather.cities)) == (ANSWER, sorted(cities))
     assert result.usage.output_tokens > 0
+
+
+async def test_responses(scripted: Server) -> None:
+    """What the model thought goes back with its calls."""
+    weather = Weather()
+    model = OpenAIResponsesModel(scripted.model, provider=OpenAIProvider(base_url=scripted.url, api_key=KEY))
+    result = await Agent(model, tools=[weather.tool]).run(QUESTION)
+    assert (result.output, weather.cities) == (ANSWER, ["Paris"])
+    assert (await Agent(model, output_type=NativeOutput(Trip)).run(TRIP_QUESTION)).output == TRIP
+    async with Agent(model).run_stream(TRIP_QUESTION) as stream:
+        pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
+    assert "".join(pieces) == TRIP.model_dump_json()
+    assert len(pieces) > 3
 
 
 async def test_reasoning(scripted: Server) -> None:

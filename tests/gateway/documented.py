@@ -12,14 +12,17 @@ from services.gateway.api_responses import (
     CompletionStreamResponse,
     ErrorResponse,
 )
+from services.gateway.responses_objects import Response, StreamEvent
 
 WHOLE: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatCompletionResponse,
     "/v1/completions": CompletionResponse,
+    "/v1/responses": Response,
 }
-CHUNKS: dict[str, type[Struct]] = {
+CHUNKS: dict[str, Any] = {
     "/v1/chat/completions": ChatCompletionStreamResponse,
     "/v1/completions": CompletionStreamResponse,
+    "/v1/responses": StreamEvent,
 }
 
 
@@ -33,6 +36,6 @@ def check_event(path: str, data: Any) -> None:
     check(data, ErrorResponse if "error" in data else CHUNKS[path])
 
 
-def check(answer: Any, response_type: type[Struct]) -> None:
+def check(answer: Any, response_type: Any) -> None:
     """Check that JSON has the fields of a type, and no others."""
     assert msgspec.to_builtins(msgspec.convert(answer, response_type)) == answer

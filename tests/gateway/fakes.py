@@ -250,6 +250,22 @@ class Client(TestClient[Request, Application]):
         messages = [{"role": "user", "content": "hi"}]
         return await self._stream("/v1/chat/completions", {"messages": messages} | fields)
 
+    async def respond(self, **fields: Any) -> Any:
+        return await self._ask("/v1/responses", {"input": "hi"} | fields)
+
+    async def stream_response(self, **fields: Any) -> list[dict[str, Any]]:
+        """Return the data of the events of a response, whose lines name their types."""
+        path = "/v1/responses"
+        async with self.post(path, json={"input": "hi", "stream": True} | fields) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            parts = [part for part in (await response.text()).split("\n\n") if part and not part.startswith(":")]
+        data = [json.loads(part.partition("\ndata: ")[2]) for part in parts]
+        assert [part.partition("\n")[0] for part in parts] == [f"event: {one['type']}" for one in data]
+        for one in data:
+            check_event(path, one)
+        return data
+
     async def refused(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Send a body that the gateway refuses. Return the status and the error."""
         data = body if isinstance(body, (bytes, io.BytesIO)) else json.dumps(body).encode()

@@ -48,10 +48,12 @@ async def test_a_request_chooses_an_adapter_by_its_model() -> None:
             assert (await client.chat(model=model))["model"] == expected
             assert {chunk["model"] for chunk in await client.stream_chat(model=model)} == {expected}
             assert {chunk["model"] for chunk in await client.stream_completion(prompt="x", model=model)} == {expected}
+            assert (await client.respond(model=model))["model"] == expected
+            assert (await client.stream_response(model=model))[-1]["response"]["model"] == expected
         for path in ("/tokenize", "/detokenize"):
             async with client.post(path, json={"model": "a", "prompt": "one", "tokens": [1]}) as response:
                 assert response.status == 200
-    assert [request.adapter for request in backend.requests[:16]] == ["a"] * 4 + [""] * 4 + ["b"] * 4 + [""] * 4
+    assert [request.adapter for request in backend.requests[:24]] == ["a"] * 6 + [""] * 6 + ["b"] * 6 + [""] * 6
 
 
 async def test_models_are_listed_with_their_adapters() -> None:

@@ -23,13 +23,20 @@ from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from tests.gateway.fakes import EOS, VOCAB, FakeBackend, error_of, ids, says, serve
 from tests.text.vocabulary import CHATML
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 BEAMS = {"use_beam_search": True}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 WRONG_TOOL = {"type": "function", "function": {"name": "g", "parameters": {"required": 1}}}
 SHOWS_TOOLS = CHATML + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hi"},
+    CHATS: {"messages": [USER]},
+    RESPONSES: {"input": "hi"},
+}
 
 
 class Case(NamedTuple):
@@ -46,8 +53,7 @@ class Case(NamedTuple):
     def data(self, stream: bool) -> io.BytesIO:
         if isinstance(self.body, bytes):
             return io.BytesIO(self.body)
-        good: dict[str, Any] = {"prompt": "hi"} if self.path == COMPLETIONS else {"messages": [USER]}
-        return io.BytesIO(json.dumps(good | {"stream": stream} | self.body).encode())
+        return io.BytesIO(json.dumps(GOOD[self.path] | {"stream": stream} | self.body).encode())
 
 
 def both(body: dict[str, Any], param: str, *words: str, **settings: Any) -> list[Case]:
@@ -61,6 +67,15 @@ def chat(body: dict[str, Any], param: str | None, *words: str, **settings: Any) 
 
 def completion(body: dict[str, Any], param: str | None, *words: str, **settings: Any) -> Case:
     return Case(COMPLETIONS, body, param, words, settings)
+
+
+def response(body: dict[str, Any], param: str | None, *words: str, **settings: Any) -> Case:
+    return Case(RESPONSES, body, param, words, settings)
+
+
+def item(fields: dict[str, Any], param: str, *words: str) -> Case:
+    """Return the case of an item of a response's input."""
+    return response({"input": [USER, fields]}, param, *words)
 
 
 def nested(value: str, count: int) -> bytes:
@@ -241,6 +256,64 @@ CASES = [
     ),
     *both({"structured_outputs": {}}, "structured_outputs", "exactly one", "none"),
     *both({"structured_outputs": {"json": {}, "bar": 1}}, "structured_outputs", "bar"),
+    # responses
+    response({"input": []}, "input", "empty"),
+    response({"input": ""}, "input", "empty"),
+    Case(RESPONSES, b"{}", "input", ("input is missing",)),
+    response({"model": "no"}, "model", "'no'", "tiny")._replace(status=404),
+    response({"request_id": "a\n"}, "request_id", "printable", "'a\\n'"),
+    response({"input": "x " * 300}, "input", "256 tokens", "input has"),
+    response({"background": True}, "background", "not supported", "answered at once"),
+    response({"conversation": "conv_1"}, "conversation", "not supported", "not kept"),
+    response({"previous_response_id": "resp_1"}, "previous_response_id", "not supported", "not kept"),
+    response({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported", "no stored prompts"),
+    response({"max_tool_calls": 1.5}, "max_tool_calls", "whole number", "1.5"),
+    response({"include": ["x"]}, "include", "'x'", "not supported"),
+    response({"top_logprobs": 2}, "top_logprobs", "needs include", "message.output_text.logprobs"),
+    response({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be between", "got -1"),
+    response({"max_output_tokens": 256}, "max_output_tokens", "256", "max_output_tokens is 256"),
+    response({"min_tokens": 300}, "min_tokens", "must be at most max_output_tokens", "got 300"),
+    response({"temperature": 3}, "temperature", "between 0.0 and 2.0", "got 3"),
+    response({"reasoning": {"effort": "x"}}, "reasoning.effort", "'minimal'", "'x'"),
+    response({"text": {"format": {"type": "x"}}}, "text.format.type", "'json_schema'", "'x'"),
+    response({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "text.format.name", "None"),
+    response(
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": 1}}}, "text.format.schema", "JSON schema"
+    ),
+    response({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'", "'function'"),
+    response({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tools[0].name must", "'a b'"),
+    response({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'", "'allowed_tools'"),
+    response({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "needs tools"),
+    *[
+        response(
+            {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "allowed_tools", **choice}},
+            param, word,
+        )
+        for choice, param, word in (
+            ({"mode": "x"}, "tool_choice.mode", "'x'"),
+            ({"mode": "auto"}, "tool_choice.tools", "list"),
+            ({"mode": "auto", "tools": [{"type": "mcp"}]}, "tool_choice.tools[0]", "'mcp'"),
+            ({"mode": "auto", "tools": [{"type": "function"}]}, "tool_choice.tools[0].name", "string"),
+            ({"mode": "auto", "tools": [{"type": "function", "name": "g"}]}, "tool_choice.tools[0]", "'g'"),
+        )
+    ],
+    item({"type": "item_reference", "id": "msg_1"}, "input[1]", "item_reference", "store false"),
+    item({"type": "computer_call"}, "input[1]", "'computer_call'", "'function_call_output'"),
+    item({}, "input[1]", "None"),
+    item({"role": "tool", "content": "x"}, "input[1].role", "'developer'", "'tool'"),
+    item({"role": "user"}, "input[1].content", "string or a list"),
+    item(
+        {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+        "input[1].content[0]", "'input_image'", "only text",
+    ),
+    item({"role": "user", "content": [{"type": "input_text"}]}, "input[1].content[0].text", "string"),
+    item({"type": "reasoning", "content": [1]}, "input[1].content", "list of parts"),
+    item({"type": "function_call", "name": "f", "arguments": ""}, "input[1].call_id", "string"),
+    item({"type": "function_call_output", "call_id": "x", "output": "y"}, "input[1].call_id", "'x' is of no"),
+    item(
+        {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{"}, "input[1].arguments", "JSON object"
+    ),
+    response({}, "input", "no chat template", template=None),
     # prompts that are only tokenized
     Case(TOKENIZE, b'{"prompt": "x", "messages": []}', "prompt", ("messages", "prompt")),
     Case(TOKENIZE, json.dumps({"prompt": "x" * 1001}).encode(), "prompt", ("1000 tokens", "1001")),
@@ -359,7 +432,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
 @pytest.mark.parametrize(("failure", "status", "kind", "words", "retry_after"), ENGINES)
 async def test_what_an_engine_answers_is_a_status_before_a_stream_begins(
     path: str, stream: bool, failure: Exception, status: int, kind: str, words: str, retry_after: str | None

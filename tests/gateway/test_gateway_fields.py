@@ -8,10 +8,12 @@ from services.gateway.api_requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     StreamOptions,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
+from services.gateway.responses_input import COPIED_FIELDS, REFUSED
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
@@ -19,6 +21,7 @@ FORMS = "test_gateway_structured_outputs"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
 BEAMS, TOOLS, REASONING = "test_gateway_beam_search", "test_gateway_tools", "test_gateway_reasoning"
 TOKENS, ANSWERS = "test_gateway_tokenize", "test_gateway_answer_fields"
+RESPONSES = "test_gateway_responses"
 
 REQUESTS = (
     ChatRequest,
@@ -98,9 +101,42 @@ PROOFS = {
 }
 
 
+RESPONSES_PROOFS = {
+    **dict.fromkeys(COPIED_FIELDS, (RESPONSES, "test_the_prompt_and_the_sampling_are_those_of_a_chat")),
+    **dict.fromkeys(
+        (
+            "max_tool_calls", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
+            "stream_options", "user",
+        ),
+        (RESPONSES, "test_a_whole_answer"),
+    ),
+    **dict.fromkeys(REFUSED, ("test_gateway_errors", "test_no_error_is_left_out_of_the_table")),
+    **dict.fromkeys(
+        ("include", "max_output_tokens", "reasoning", "top_logprobs"),
+        (RESPONSES, "test_the_prompt_and_the_sampling_are_those_of_a_chat"),
+    ),
+    "chat_template_kwargs": (RESPONSES, "test_effort_and_variables_reach_the_template"),
+    "input": (RESPONSES, "test_the_items_of_one_turn_are_one_message"),
+    "instructions": (RESPONSES, "test_a_string_is_a_users_message"),
+    "parallel_tool_calls": (RESPONSES, "test_only_the_first_call_is_kept_if_they_are_not_to_be_parallel"),
+    "request_id": (RESPONSES, "test_ids_and_ignored_fields_are_in_the_headers"),
+    "stream": (RESPONSES, "test_the_events_of_a_text"),
+    "stream_interval": (RESPONSES, "test_several_tokens_may_come_in_an_event"),
+    "text": (RESPONSES, "test_the_form_of_the_text_is_that_of_a_chat"),
+    "tool_choice": (RESPONSES, "test_a_choice_may_name_a_function_or_allow_some"),
+    "tools": (RESPONSES, "test_tools_have_a_function_of_their_own_in_a_chat"),
+    "truncation": (RESPONSES, "test_a_prompt_that_is_too_long_is_cut_only_if_that_is_asked_for"),
+}  # fmt: skip
+"""The same of the Responses API, some of whose fields have another sense."""
+
+
 def test_the_table_has_every_field_and_no_other() -> None:
     fields = {name for request in REQUESTS for name in request.__struct_fields__}
     assert set(PROOFS) == fields | set(NEUTRAL_VALUES) | HINTS | STREAM_HINTS
+
+
+def test_the_table_of_responses_has_every_field_and_no_other() -> None:
+    assert set(RESPONSES_PROOFS) == set(ResponsesRequest.__struct_fields__)
 
 
 def test_no_field_is_in_two_tables() -> None:
@@ -108,6 +144,6 @@ def test_no_field_is_in_two_tables() -> None:
     assert not HINTS & (fields | set(NEUTRAL_VALUES))
 
 
-@pytest.mark.parametrize(("module", "test"), sorted(set(PROOFS.values())))
+@pytest.mark.parametrize(("module", "test"), sorted({*PROOFS.values(), *RESPONSES_PROOFS.values()}))
 def test_the_proofs_exist(module: str, test: str) -> None:
     assert callable(getattr(importlib.import_module(f"tests.gateway.{module}"), test))

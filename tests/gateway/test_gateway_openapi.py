@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from services.gateway.api_requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     StreamOptions,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
-from services.gateway.field_schemas import FIELDS, PROMPT_FIELDS
+from services.gateway.field_schemas import FIELDS, PROMPT_FIELDS, RESPONSES_FIELDS
 from services.gateway.middlewares import OPEN_PATHS
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES
 from shared.params import RepetitionDetectionParams
@@ -24,13 +26,17 @@ from tests.gateway.documented import check_answer, check_event
 from tests.gateway.fakes import Client, FakeBackend, events, serve
 from tests.gateway.test_gateway_beam_search import BeamBackend
 
-REQUESTS = (ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeCompletionRequest, DetokenizeRequest)
+CHOICES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+"""The routes whose answers have choices."""
+GENERATING: dict[str, type[Struct]] = {**CHOICES, "/v1/responses": ResponsesRequest}
+REQUESTS = (*CHOICES.values(), TokenizeChatRequest, TokenizeCompletionRequest, DetokenizeRequest)
 NESTED = (StreamOptions, RepetitionDetectionParams)
 """The objects within requests whose fields are described."""
 LIMITED = {"stop", "stop_token_ids", "logit_bias"}
 MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
 }
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -38,7 +44,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "n": {"max_tokens": 1},
     "length_penalty": {"use_beam_search": True},
 }
-"""What has to stand beside a field."""
+"""What has to stand beside a field of the other two."""
 
 
 async def description(**settings: Any) -> Any:
@@ -100,16 +106,18 @@ def test_every_field_is_described_and_no_unknown_one() -> None:
     fields = {name for kind in (*REQUESTS, *NESTED) for name in kind.__struct_fields__}
     assert fields <= set(FIELDS)
     assert set(FIELDS) <= fields | set(NEUTRAL_VALUES) | HINTS
-    assert all(schema["description"] for schema in FIELDS.values())
+    own = set(ResponsesRequest.__struct_fields__)
+    assert own - set(FIELDS) <= set(RESPONSES_FIELDS) <= own
+    assert all(schema["description"] for schema in (*FIELDS.values(), *RESPONSES_FIELDS.values()))
 
 
 async def test_properties_are_the_structs_fields_and_the_hints() -> None:
     schemas = (await description())["components"]["schemas"]
-    for request in REQUESTS:
+    for request in (*REQUESTS, ResponsesRequest):
         names = set(request.__struct_fields__)
         if request in (ChatRequest, CompletionRequest):
             names |= HINTS
-        elif request is not DetokenizeRequest:
+        elif request not in (DetokenizeRequest, ResponsesRequest):
             names &= PROMPT_FIELDS
         properties = schemas[request.__name__]["properties"]
         assert set(properties) == names
@@ -139,27 +147,33 @@ def beyond(schema: dict[str, Any], is_whole: bool) -> list[Any]:
 @pytest.mark.parametrize("path", MINIMAL)
 async def test_bounds_of_numbers_are_those_that_are_enforced(path: str) -> None:
     """A value at a bound may be refused for another reason; it is not for this field alone."""
-    request_type = ChatRequest if path == "/v1/chat/completions" else CompletionRequest
     async with serve(BeamBackend()) as client:
-        properties = (await (await client.get("/openapi.json")).json())["components"]["schemas"][request_type.__name__]
+        schemas = (await (await client.get("/openapi.json")).json())["components"]["schemas"]
         num_bounds = 0
-        for name, schema in properties["properties"].items():
+        for name, schema in schemas[GENERATING[path].__name__]["properties"].items():
             types = [choice.get("type") for choice in schema.get("anyOf", [])]
             if not {"integer", "number"} & set(types):
                 continue
             for value in beyond(schema, "integer" in types):
                 num_bounds += 1
-                status, error = await client.refused(path, MINIMAL[path] | NEEDED.get(name, {}) | {name: value})
+                status, error = await client.refused(path, MINIMAL[path] | needed(path, name) | {name: value})
                 assert (status, error["param"]) == (400, name), (name, value)
             for value in (schema.get("minimum"), schema.get("maximum")):
                 if value is not None and not (name == "best_of" and value > 1):
                     await accepted(client, path, name, value)
-    assert num_bounds > 20
+    assert num_bounds > 15
+
+
+def needed(path: str, name: str) -> dict[str, Any]:
+    """Return what has to stand beside a field."""
+    if (path, name) == ("/v1/responses", "top_logprobs"):
+        return {"include": ["message.output_text.logprobs"]}
+    return NEEDED.get(name, {})
 
 
 async def accepted(client: Client, path: str, name: str, value: Any) -> None:
     """Check that a value of a field is not refused for its range."""
-    async with client.post(path, json=MINIMAL[path] | NEEDED.get(name, {}) | {name: value}) as response:
+    async with client.post(path, json=MINIMAL[path] | needed(path, name) | {name: value}) as response:
         if response.status != 200:
             error = (await response.json())["error"]
             assert "context" in error["message"] or "max_tokens" in error["message"], (name, value, error)
@@ -211,7 +225,7 @@ async def test_examples_are_accepted() -> None:
                 example = operation["requestBody"]["content"]["application/json"]["example"]
                 async with client.request(method, path, json=example) as response:
                     assert response.status == 200, await response.text()
-        assert count == 4
+        assert count == 5
 
 
 async def test_keys_are_described_where_they_are_needed() -> None:
@@ -223,7 +237,7 @@ async def test_keys_are_described_where_they_are_needed() -> None:
         assert ("security" in operation) == ("401" in operation["responses"]) == (path not in OPEN_PATHS), path
 
 
-@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("path", CHOICES)
 async def test_a_form_that_is_not_described_is_noticed(path: str) -> None:
     """The checks of answers in all other tests can fail."""
     async with serve() as client:

@@ -20,7 +20,7 @@ from tests.system.processes import server
 
 EXAMPLES = os.environ.get("QUIRE_TEST_EXAMPLES", "10")
 KEY = "secret"
-GENERATING = ("/v1/chat/completions", "/v1/completions")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 SETTINGS = """
 [[operations]]
 include-path = ["/health", "/ping"]

@@ -6,6 +6,7 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
+globalThis.AI_SDK_LOG_WARNINGS = false; // they would be part of the output: responses not kept lose their reasoning
 const [action, providerName, question, modelName = process.env.SERVER_MODEL] = process.argv.slice(1);
 
 const connection = { baseURL: process.env.SERVER_URL, apiKey: process.env.SERVER_KEY };
@@ -14,7 +15,8 @@ const model = {
     createOpenAICompatible({ ...connection, name: "quire", includeUsage: true, supportsStructuredOutputs: true })(
       modelName,
     ),
-  openai: () => createOpenAI(connection).chat(modelName), // the default is the responses API
+  openai: () => createOpenAI(connection).chat(modelName),
+  responses: () => createOpenAI(connection)(modelName),
 }[providerName]();
 
 const cities = [];
@@ -29,7 +31,8 @@ const tools = {
   }),
 };
 const Trip = z.object({ city: z.enum(["Paris", "Oslo"]), days: z.int().min(1).max(9), note: z.string().max(20) });
-const asked = { model, prompt: question, maxRetries: 0 };
+const providerOptions = providerName === "responses" ? { openai: { store: false } } : {}; // else it refers to items
+const asked = { model, prompt: question, maxRetries: 0, providerOptions };
 
 async function collect(stream) {
   const pieces = [];
