@@ -325,11 +325,13 @@ CHECKING = (shared.beam_params, shared.params, shared.text.bad_words)
 """Modules outside the gateway that check requests."""
 
 UNREACHABLE = {
+    "adapters.py": "adapters that are loaded at run time: tests/gateway/test_gateway_adapters.py",
     "cors.py": "preflights, which browsers send and do not show: tests/gateway/test_gateway_cors.py",
 }
 """Files whose errors have tests of their own."""
 
 UNREACHABLE_FUNCTIONS = {
+    ("backend.py", "_check_answers"): "an engine's answers about adapters: tests/gateway/test_gateway_adapters.py",
     ("beam_params.py", "__post_init__"): "the parameters of quire.LLM: tests/shared/test_beam_search.py",
     ("engine_connection.py", "_to_error"): "an engine's refusals: tests/gateway/test_gateway_backend.py",
     ("generation.py", "_apply"): "an engine's errors: tests/gateway/test_gateway_structured_outputs.py",
