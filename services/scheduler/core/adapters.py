@@ -175,6 +175,11 @@ class Adapters:
         self._messages.clear()
 
     @property
+    def has_added(self) -> bool:
+        """True if an adapter that was added waits for host memory. The next plan may have it loaded."""
+        return bool(self._added)
+
+    @property
     def has_messages(self) -> bool:
         """True if `take_messages` would return any."""
         return bool(self._messages)
