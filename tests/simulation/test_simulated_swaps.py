@@ -136,6 +136,24 @@ def test_a_sequence_that_was_swapped_goes_on_after_a_reset() -> None:
     assert engine.core.snapshot().step_tokens_sum <= 3 * (8 + 30 - 1) + engine.events["stray rows"]
 
 
+def test_a_victim_publishes_nothing_from_before_a_reset() -> None:
+    """Even if a later sequence has computed and published the same content, which the device then reuses."""
+    engine = SimulatedEngine(limits(policy="priority"), host=(40, 0.0))
+    shared = prompt(12)
+    engine.accept(shared, 20, priority=2)
+    engine.step()
+    engine.reset_prefix_cache()
+    engine.accept([*shared, 1], 1, priority=1)
+    while engine.core.snapshot().waiting or engine.core.snapshot().running > 1:
+        engine.step()
+    engine.accept(prompt(38, 1), 1)
+    while not engine.core.snapshot().swapped:
+        engine.step()
+    engine.accept([*shared, 2], 1, priority=1)
+    finish(engine)
+    assert engine.core.snapshot().host_prefix_hits > 0, "the engine has checked when they were computed"
+
+
 def test_a_victims_copies_are_not_reused_to_make_room_for_the_rest() -> None:
     tier = HostTier(2, SIZE)
     contents = [(("", array("i", prompt(SIZE, start)).tobytes()), start + 1) for start in range(2)]
