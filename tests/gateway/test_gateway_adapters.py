@@ -104,6 +104,8 @@ async def test_clients_load_and_unload_adapters() -> None:
         ({"lora_path": "/a"}, "lora_name"),
         ({"lora_name": "", "lora_path": "/a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": ""}, "lora_path"),
+        ({"lora_name": "a" * 4097, "lora_path": "/a"}, "lora_name"),
+        ({"lora_name": "a", "lora_path": "/" * 4097}, "lora_path"),
         ({"lora_name": "tiny", "lora_path": "/a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": "/a", "is_3d_lora_weight": True}, "is_3d_lora_weight"),
         ({"lora_name": "a", "lora_path": 5}, "lora_path"),
