@@ -236,6 +236,22 @@ async def test_an_adapter_that_cannot_be_loaded_again_is_forgotten() -> None:
     assert not connection.adapters
 
 
+@pytest.mark.parametrize("boot_id", ["2", "3"])
+async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(boot_id: str) -> None:
+    """Otherwise the gateway would take for ever what it asked for as what the engine has."""
+    connection = Connection()
+    connection.greet(A)
+    connection.greet(boot_id="2")
+    connection.welcome = None  # it is lost before it answers
+    connection.greet(boot_id=boot_id)
+    first, second = connection.sent
+    assert (first, second) == (AddAdapter(first.id, "a", A.path), AddAdapter(second.id, "a", A.path))
+    assert set(connection.adapters) == {"a"}, "its requests wait for it"
+    connection._handle(AdapterAnswer(second.id, "no such folder"))
+    connection.greet(B, boot_id=boot_id)
+    assert set(connection.adapters) == {"b"}
+
+
 async def test_an_engine_may_not_know_the_adapter_any_more() -> None:
     """A new request is refused; one that was accepted before waits for an engine that has it."""
     for accepted in (False, True):
