@@ -89,6 +89,18 @@ def test_a_prefix_that_the_device_has_reused_comes_back() -> None:
     assert state.blocks_swapped_in - before.blocks_swapped_in == 5
 
 
+def test_the_beginning_of_what_comes_back_is_reused_last() -> None:
+    engine = SimulatedEngine(limits(), host=(40, 0.0))
+    shared = prompt(16)
+    for tokens in (shared, *(prompt(38, index) for index in range(1, 4)), [*shared, 1]):
+        engine.accept(tokens, 1)
+        finish(engine)
+    assert engine.core.snapshot().blocks_swapped_in == 4
+    tier = engine.core._block_manager.host_tier
+    blocks = [entry.block for entry in tier.match_prefix(array("i", shared), "0:")]
+    assert [block for block in tier.pool._free if block in blocks] == blocks[::-1]
+
+
 def test_what_comes_back_stays_and_is_not_copied_again() -> None:
     engine = SimulatedEngine(limits(), host=(80, 0.0))
     for _ in range(4):
