@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import OPTForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.adapters import Adapters
 from shared.errors import ConfigError, InvalidRequest
 from tests.models.peft_adapters import adapted
 from tests.quire.adapter_folders import NAMES
@@ -166,3 +167,19 @@ def test_adapters_need_enable_lora(folder: Path, adapters: Path) -> None:
         assert tokens(llm, PROMPT, lora_request={})
     with pytest.raises(ConfigError, match="max-cpu-loras"):
         LLM(folder, enable_lora=True, max_loras=4, max_cpu_loras=2, **SMALL)
+
+
+def test_an_adapter_of_many_prompts_is_loaded_once() -> None:
+    loads: list[str] = []
+
+    class Engine:
+        """Notes what it is to load."""
+
+        def add_adapter(self, name: str, path: str, *, replaces: bool) -> str:
+            loads.append(name)
+            return ""
+
+    adapters = Adapters(cast(Any, Engine()))
+    a, b = (LoRARequest(name, id, "/" + name, load_inplace=True) for id, name in ((1, "a"), (2, "b")))
+    assert adapters.for_prompts([a, None, b, a, a], 5) == [a, None, b, a, a]
+    assert loads == ["a", "b"]
