@@ -6,10 +6,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import OPTForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.adapters import Adapters
+from services.worker.runner import ModelRunner
 from shared.errors import ConfigError, InvalidRequest
 from tests.models.peft_adapters import adapted
 from tests.quire.adapter_folders import NAMES
@@ -91,6 +93,22 @@ def test_a_name_has_one_folder(llm: LLM, adapters: Path, expected: dict[str, lis
     replacing = LoRARequest("a", 1, second, load_inplace=True)
     outputs = llm.generate(PROMPT, GREEDY, use_tqdm=False, lora_request=replacing)
     assert (list(outputs[0].outputs[0].token_ids), outputs[0].num_cached_tokens) == (expected["adapter_2"], 0)
+
+
+def test_an_adapter_takes_the_place_of_one_that_a_step_in_flight_still_names(
+    folder: Path, adapters: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two steps in flight, as on a GPU, a request that a stop token ends is named by one more."""
+
+    on_cpu = ModelRunner.info
+    on_gpu = property(lambda runner: replace(on_cpu.__get__(runner), device="as a GPU"))
+    monkeypatch.setattr(ModelRunner, "info", on_gpu)
+    first, second = (LoRARequest(name, id, str(adapters / name)) for id, name in enumerate(NAMES[:2], 1))
+    stopping = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=[expected[first.name][3]])
+    with LLM(folder, enable_lora=True, max_lora_rank=16, **SMALL) as llm:
+        (output,) = llm.generate(PROMPT, stopping, use_tqdm=False, lora_request=first)
+        assert output.outputs[0].finish_reason == "stop"
+        assert tokens(llm, PROMPT, lora_request=second) == [expected[second.name]]
 
 
 def test_setting_adapters_forgets_the_others(llm: LLM, adapters: Path, expected: dict[str, list[int]]) -> None:
