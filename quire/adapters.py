@@ -49,7 +49,9 @@ class Adapters:
             if len(lora_request) != num_prompts:
                 reason = f"there are {num_prompts} prompts, but {len(lora_request)} adapters"
                 raise InvalidRequest(reason, "lora_request")
-            return [self._use(choice) for choice in lora_request]
+            choices = {id(choice): choice for choice in lora_request}  # one that is to be loaded in place is so once
+            used = {key: self._use(choice) for key, choice in choices.items()}
+            return [used[id(choice)] for choice in lora_request]
         return [self._use(lora_request)] * num_prompts
 
     def _use(self, choice: Any) -> LoRARequest | None:

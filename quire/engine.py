@@ -37,7 +37,7 @@ class InProcessEngine:
             config = replace(config, async_scheduling=False)
         self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[PendingStep] = deque()
-        self._rows: list[ProgressRow] = []  # last rows of requests whose adapter could not be loaded again
+        self._rows: list[ProgressRow] = []  # that `step` has not returned
         self._refused: dict[int, str] = {}  # why adapters could not be loaded, by their numbers
         self.engine = Engine(config, self._worker_info)
         self._begin_epoch()
@@ -64,7 +64,12 @@ class InProcessEngine:
         self.engine.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str, *, replaces: bool) -> str:
-        """Load an adapter, which requests can name then. Return why that cannot be done; empty if it was."""
+        """Load an adapter, which requests can name then. Return why that cannot be done; empty if it was.
+
+        Steps in flight are finished first: they may name the last adapter of requests that have ended, which has to go.
+        """
+        while self._in_flight:
+            self._rows += self._finish_step()
         added = self.engine.add_adapter(name, path, replaces=replaces)
         if isinstance(added, str):
             return added
@@ -87,10 +92,13 @@ class InProcessEngine:
                 break
         rows, self._rows = self._rows, []
         if self._in_flight:
-            return rows + self.engine.commit(self._in_flight.popleft().result())
+            return rows + self._finish_step()
         if not rows:
             raise EngineFailure(f"no request can run, although some are unfinished: {self.engine.snapshot}")
         return rows
+
+    def _finish_step(self) -> list[ProgressRow]:
+        return self.engine.commit(self._in_flight.popleft().result())
 
     def close(self) -> None:
         """Free the model's memory. Nothing may be called after that."""

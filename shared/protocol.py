@@ -57,6 +57,9 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_CACHE_SALT = 128
 """Maximum number of characters of a `cache_salt`."""
 
+MAX_SHORT_TEXT = 4096
+"""Maximum number of characters of a `ShortText`, and so of an adapter's name or path."""
+
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets of `Snapshot.step_tokens`. One more bucket counts the larger steps."""
 
@@ -74,7 +77,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 CpuSeconds = Annotated[float, Meta(ge=0, le=1e15)]  # summed over all threads of a process
 WallTime = Annotated[float, Meta(ge=0, le=1e11)]  # seconds since the epoch
 Float32 = Annotated[float, Meta(ge=-3.4e38, le=3.4e38)]  # finite
-ShortText = Annotated[str, Meta(max_length=4096)]  # a name, an identity or a digest
+ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]  # a name, an identity or a digest
 RequestId = Annotated[str, Meta(max_length=256)]  # the id that a client sees, by which all services log its request
 LongText = Annotated[str, Meta(max_length=2**20)]  # an explanation for people
 Probability = Annotated[float, Meta(ge=0, le=1)]

@@ -10,34 +10,35 @@ from services.gateway.body import read
 from services.gateway.errors import UnknownModel
 from services.gateway.gateway import GATEWAY
 from shared.errors import InvalidRequest, brief
+from shared.protocol import MAX_SHORT_TEXT
 
 
 async def load_lora_adapter(http: web.Request) -> web.Response:
     """Load an adapter at every engine, which requests can name as their model then. Answer with a line of text."""
     gateway = http.app[GATEWAY]
     request = await read(http, LoadAdapterRequest)
-    name = _name(request.lora_name)
-    if not request.lora_path:
-        raise InvalidRequest("lora_path must not be empty", "lora_path")
+    name = _checked(request.lora_name, "lora_name")
+    path = _checked(request.lora_path, "lora_path")
     if request.is_3d_lora_weight:
         raise InvalidRequest("is_3d_lora_weight is not supported", "is_3d_lora_weight")
     if name in gateway.model.names:
         raise InvalidRequest(f"{brief(name)} is a name of the model itself", "lora_name")
-    await gateway.backend.add_adapter(name, request.lora_path, replaces=request.load_inplace is True)
+    await gateway.backend.add_adapter(name, path, replaces=request.load_inplace is True)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def unload_lora_adapter(http: web.Request) -> web.Response:
     """Let no new request name an adapter, at every engine. Those that run go on. Answer with a line of text."""
     gateway = http.app[GATEWAY]
-    name = _name((await read(http, UnloadAdapterRequest)).lora_name)
+    name = _checked((await read(http, UnloadAdapterRequest)).lora_name, "lora_name")
     if name not in gateway.backend.adapters:
         raise UnknownModel(f"there is no adapter {brief(name)}", "lora_name")
     await gateway.backend.remove_adapter(name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _name(name: str) -> str:
-    if not name:
-        raise InvalidRequest("lora_name must not be empty", "lora_name")
-    return name
+def _checked(text: str, field: str) -> str:
+    """Return a name or path. Raise `InvalidRequest` if no message can carry it: an engine would give the gateway up."""
+    if not 1 <= len(text) <= MAX_SHORT_TEXT:
+        raise InvalidRequest(f"{field} must be a text of 1 to {MAX_SHORT_TEXT} characters, got {brief(text)}", field)
+    return text

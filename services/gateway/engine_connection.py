@@ -421,29 +421,36 @@ class EngineConnection:
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
-                self.welcome = message
                 self._losses.init_labels(message.engine)
                 is_new = self._boot_id not in ("", message.boot_id)
                 if is_new:
                     self._losses.restarts.labels(message.engine).inc()
-                self._boot_id = message.boot_id
-                self._take_adapters(message.adapters, is_new=is_new)
+                if is_new or self.welcome is None:
+                    self._restore_adapters(message.adapters, is_new=is_new)
+                self.welcome, self._boot_id = message, message.boot_id
+                self._take_adapters(message.adapters)
                 logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
 
-    def _take_adapters(self, adapters: list[AdapterInfo], *, is_new: bool) -> None:
-        """Take the adapters of a welcome. If the engine `is_new`, load those again that its former process had.
+    def _restore_adapters(self, adapters: list[AdapterInfo], *, is_new: bool) -> None:
+        """Load adapters again that the engine lacks, on a new connection: those of its former process if it `is_new`.
 
-        They were loaded at run time, and their requests go on here.
+        They were loaded at run time, and their requests go on here. What an earlier connection has asked for and not
+        seen done is asked for again, since its answer is lost.
         """
-        former = list(self._restored.values()) + (list(self.adapters.values()) if is_new else [])
-        self.adapters = {adapter.name: adapter for adapter in adapters}
-        self._restored = {id: one for id, one in self._restored.items() if one.name not in self.adapters}
-        for adapter in former:
-            if adapter.name not in self.adapters:
-                self.adapters[adapter.name] = adapter
-                if is_new:
-                    self._restored[id := next(self._ids)] = adapter
-                    self._send(AddAdapter(id, adapter.name, adapter.path))
+        former = self.adapters if is_new else {adapter.name: adapter for adapter in self._restored.values()}
+        self._restored = {}
+        present = {adapter.name for adapter in adapters}
+        for adapter in former.values():
+            if adapter.name not in present:
+                id = next(self._ids)
+                self._restored[id] = adapter
+                self._send(AddAdapter(id, adapter.name, adapter.path))
+
+    def _take_adapters(self, adapters: list[AdapterInfo]) -> None:
+        """Take the adapters of a welcome, and those that are being restored."""
+        present = {adapter.name: adapter for adapter in adapters}
+        self._restored = {id: one for id, one in self._restored.items() if one.name not in present}
+        self.adapters = present | {adapter.name: adapter for adapter in self._restored.values()}
 
     def _take_adapter_answer(self, message: AdapterAnswer) -> None:
         restored = self._restored.pop(message.id, None)

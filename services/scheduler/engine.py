@@ -57,7 +57,7 @@ class Engine:
         self._config = config
         self.model = worker.model
         self.limits = make_limits(config, worker)
-        self._takes_adapters = worker.max_loras > 0
+        self._takes_adapters = False  # whether a worker has taken some, which requests may name since then
         self._core = self._make_core()
         self._epoch = Epoch(secrets.token_hex(8), 0)
         self._block_bytes = 0  # of a block of the last worker
@@ -108,6 +108,7 @@ class Engine:
         num_blocks, num_host_blocks = count_blocks(self._config, worker), count_host_blocks(self._config, worker)
         self._epoch = replace(self._epoch, count=self._epoch.count + 1)
         self._block_bytes = bytes_per_block(self._config, worker)
+        self._takes_adapters |= worker.max_loras > 0
         self._core.begin_epoch(
             self._epoch,
             num_blocks,

@@ -335,7 +335,7 @@ class RecordedScheduler(Scheduler):
         input ends such a row, since no time does.
         """
         full = len(self._in_flight) >= self.limits.depth
-        return full or not (self._in_flight or self.unfinished or self._quarantine.active)
+        return full or not (self._in_flight or self.unfinished or self._quarantine.active or self._adapters.has_added)
 
     def _prepare(self) -> None:
         """Get ready to record an input that the core has not seen yet."""

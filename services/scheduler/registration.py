@@ -15,6 +15,9 @@ MAX_MEMORY = 2**50
 MAX_STEP_SECONDS = 600.0
 """Maximum seconds for a step of one token, or for one more token. A slower worker would serve nobody."""
 
+MIN_SWAP_BANDWIDTH = 1.0
+"""Minimum bytes per second of copies to host memory that are believed, if they were measured. The seconds of a copy
+would be infinite otherwise, and estimates of steps no numbers."""
 
 MAX_LORAS = 65_536
 """Maximum adapters, in slots or in host memory, that are believed."""
@@ -74,6 +77,8 @@ def incompatibility(register: Register) -> str:
         return f"it says to have {memory}, {register.kv_bytes_per_token} for a token"
     if max(register.step_seconds, register.token_seconds) > MAX_STEP_SECONDS:
         return f"it says to need {register.step_seconds:g} s for a step, {register.token_seconds:g} s for a token"
+    if 0 < register.swap_bytes_per_second < MIN_SWAP_BANDWIDTH:
+        return f"it says to copy {register.swap_bytes_per_second:g} bytes a second to host memory"
     if register.max_loras > register.max_cpu_loras or register.max_cpu_loras > MAX_LORAS:
         return f"it says to have slots for {register.max_loras} adapters, and memory for {register.max_cpu_loras}"
     return ""

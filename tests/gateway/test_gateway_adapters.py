@@ -106,6 +106,8 @@ async def test_clients_load_and_unload_adapters() -> None:
         ({"lora_path": "/a"}, "lora_name"),
         ({"lora_name": "", "lora_path": "/a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": ""}, "lora_path"),
+        ({"lora_name": "a" * 4097, "lora_path": "/a"}, "lora_name"),
+        ({"lora_name": "a", "lora_path": "/" * 4097}, "lora_path"),
         ({"lora_name": "tiny", "lora_path": "/a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": "/a", "is_3d_lora_weight": True}, "is_3d_lora_weight"),
         ({"lora_name": "a", "lora_path": 5}, "lora_path"),
@@ -234,6 +236,22 @@ async def test_an_adapter_that_cannot_be_loaded_again_is_forgotten() -> None:
     (add,) = connection.sent
     connection._handle(AdapterAnswer(add.id, "no such folder"))
     assert not connection.adapters
+
+
+@pytest.mark.parametrize("boot_id", ["2", "3"])
+async def test_an_answer_that_was_lost_with_its_connection_is_asked_for_again(boot_id: str) -> None:
+    """Otherwise the gateway would take for ever what it asked for as what the engine has."""
+    connection = Connection()
+    connection.greet(A)
+    connection.greet(boot_id="2")
+    connection.welcome = None  # it is lost before it answers
+    connection.greet(boot_id=boot_id)
+    first, second = connection.sent
+    assert (first, second) == (AddAdapter(first.id, "a", A.path), AddAdapter(second.id, "a", A.path))
+    assert set(connection.adapters) == {"a"}, "its requests wait for it"
+    connection._handle(AdapterAnswer(second.id, "no such folder"))
+    connection.greet(B, boot_id=boot_id)
+    assert set(connection.adapters) == {"b"}
 
 
 async def test_an_engine_may_not_know_the_adapter_any_more() -> None:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import OPTForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.adapters import Adapters
+from services.worker.runner import ModelRunner
 from shared.errors import ConfigError, InvalidRequest
 from tests.models.peft_adapters import adapted
 from tests.quire.adapter_folders import NAMES
@@ -92,6 +95,22 @@ def test_a_name_has_one_folder(llm: LLM, adapters: Path, expected: dict[str, lis
     assert (list(outputs[0].outputs[0].token_ids), outputs[0].num_cached_tokens) == (expected["adapter_2"], 0)
 
 
+def test_an_adapter_takes_the_place_of_one_that_a_step_in_flight_still_names(
+    folder: Path, adapters: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two steps in flight, as on a GPU, a request that a stop token ends is named by one more."""
+
+    on_cpu = ModelRunner.info
+    on_gpu = property(lambda runner: replace(on_cpu.__get__(runner), device="as a GPU"))
+    monkeypatch.setattr(ModelRunner, "info", on_gpu)
+    first, second = (LoRARequest(name, id, str(adapters / name)) for id, name in enumerate(NAMES[:2], 1))
+    stopping = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=[expected[first.name][3]])
+    with LLM(folder, enable_lora=True, max_lora_rank=16, **SMALL) as llm:
+        (output,) = llm.generate(PROMPT, stopping, use_tqdm=False, lora_request=first)
+        assert output.outputs[0].finish_reason == "stop"
+        assert tokens(llm, PROMPT, lora_request=second) == [expected[second.name]]
+
+
 def test_setting_adapters_forgets_the_others(llm: LLM, adapters: Path, expected: dict[str, list[int]]) -> None:
     llm.set_adapters([adapters / "adapter_1", LoRARequest("second", 1, str(adapters / "adapter_2"))])
     assert tokens(llm, PROMPT, lora_request="second") == [expected["adapter_2"]]
@@ -166,3 +185,19 @@ def test_adapters_need_enable_lora(folder: Path, adapters: Path) -> None:
         assert tokens(llm, PROMPT, lora_request={})
     with pytest.raises(ConfigError, match="max-cpu-loras"):
         LLM(folder, enable_lora=True, max_loras=4, max_cpu_loras=2, **SMALL)
+
+
+def test_an_adapter_of_many_prompts_is_loaded_once() -> None:
+    loads: list[str] = []
+
+    class Engine:
+        """Notes what it is to load."""
+
+        def add_adapter(self, name: str, path: str, *, replaces: bool) -> str:
+            loads.append(name)
+            return ""
+
+    adapters = Adapters(cast(Any, Engine()))
+    a, b = (LoRARequest(name, id, "/" + name, load_inplace=True) for id, name in ((1, "a"), (2, "b")))
+    assert adapters.for_prompts([a, None, b, a, a], 5) == [a, None, b, a, a]
+    assert loads == ["a", "b"]

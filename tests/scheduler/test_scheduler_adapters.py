@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.engine import Engine
 from services.scheduler.lora_modules import LoraModule, parse_lora_modules
 from services.scheduler.registration import incompatibility
 from shared.errors import ConfigError
@@ -166,6 +168,14 @@ def test_a_worker_that_takes_no_adapters_does_not_replace_one_that_does() -> Non
     harness.turn()
     assert not harness.service._workers.ready
     assert not harness.service._workers.has_spare
+
+
+def test_adapters_may_come_with_a_later_worker() -> None:
+    engine = Engine(SchedulerConfig(), REGISTER)
+    for worker in (REGISTER, WITH_ADAPTERS):
+        assert not engine.mismatch(worker)
+        engine.configure(worker)
+    assert engine.mismatch(REGISTER) == "it takes no adapters, but this engine has some"
 
 
 def test_without_an_engine_or_without_adapters_there_is_a_reason() -> None:

@@ -23,7 +23,7 @@ from services.scheduler.record import MAGIC, Committed, Ended, Planned, Submitte
 from services.scheduler.recorder import RecordedScheduler, Recorder, prepare_folder
 from services.scheduler.replay import load_core, replay
 from shared.errors import ConfigError
-from shared.protocol import Configure, SampledRow, StepPlan, StepResult, encode
+from shared.protocol import Configure, LoadAdapter, SampledRow, StepPlan, StepResult, UnloadAdapter, encode
 
 LIMITS = Limits(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512)
 
@@ -36,9 +36,9 @@ class Clock:
         return self.now
 
 
-def make_core(folder: Path, name: str = "0", clock: Clock | None = None) -> RecordedScheduler:
+def make_core(folder: Path, name: str = "0", clock: Clock | None = None, max_loras: int = 0) -> RecordedScheduler:
     core = RecordedScheduler(LIMITS, Recorder(str(folder), name, "m", clock or Clock()))
-    core.begin_epoch(EPOCH, LIMITS.num_blocks)
+    core.begin_epoch(EPOCH, LIMITS.num_blocks, max_loras=max_loras, max_cpu_loras=max_loras)
     return core
 
 
@@ -359,3 +359,25 @@ def test_a_result_is_recorded_the_same_whether_it_came_as_a_message_or_not(tmp_p
         contents.append(read_record(path).entries)
     assert contents[0] == contents[1]
     assert sum(isinstance(entry, Committed) for entry in contents[0]) == 5
+
+
+def test_an_idle_core_still_loads_an_adapter_that_has_waited_for_memory(tmp_path: Path) -> None:
+    """Time alone lets it go on: the last request that held the memory has ended, and no other comes."""
+    core = make_core(tmp_path, max_loras=1)
+    assert core.add_adapter("a", "/a") == 1
+    core.take_adapter_messages()
+    core.adapter_loaded(1, "d1")
+    core.submit(replace(submit(1, max_tokens=3), adapter="a"), 100.0)
+    step(core)
+    assert core.add_adapter("b", "/b") == 2
+    while core.unfinished:
+        step(core)
+    assert not core.take_adapter_messages()
+    assert core.plan(101.0) is None
+    assert core.take_adapter_messages() == [UnloadAdapter(1), LoadAdapter(2, "/b")]
+    core.end_record()
+    (path,) = files(tmp_path)
+    record = read_record(path)
+    replayed = load_core(record)
+    assert sum(1 for _ in replay(record, replayed)) == len(record.entries) - 1
+    assert dump_state(replayed) == dump_state(core)

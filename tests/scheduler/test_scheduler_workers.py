@@ -349,9 +349,16 @@ def test_a_registration_of_a_connection_that_has_ended_is_none(harness: WorkersH
 
 
 @pytest.mark.parametrize(
-    "changes", [{"version": VERSION + 1}, {"rank": 1}, {"world_size": 2}, {"kv_bytes_per_token": 0}]
+    "changes",
+    [
+        {"version": VERSION + 1},
+        {"rank": 1},
+        {"world_size": 2},
+        {"kv_bytes_per_token": 0},
+        {"swap_bytes_per_second": 5e-324},
+    ],
 )
-def test_a_worker_that_does_not_fit_is_told_to_stop(harness: WorkersHarness, changes: dict[str, int]) -> None:
+def test_a_worker_that_does_not_fit_is_told_to_stop(harness: WorkersHarness, changes: dict[str, float]) -> None:
     harness.net.hear(B, replace(REGISTER, pid=88, **changes), 2)
     assert harness.receive() == []
     assert harness.sent(B) == [Stop()]

@@ -3,13 +3,18 @@
 All run with the page-memory oracle: a slot that holds another adapter, or a block of one, changes a token.
 """
 
+import msgspec
 import pytest
 from mutants import CORE, mutated
 from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
-from shared.protocol import FinishReason, Refusal, Refused
+from services.scheduler.core.adapters import MAX_ADAPTERS, Adapter, Adapters
+from shared.protocol import MAX_FRAME, MAX_SHORT_TEXT, AdapterInfo, FinishReason, Refusal, Refused
+
+PATH_MAX = 4096
+"""Linux's maximum number of bytes of a path."""
 
 LIMITS = Limits(
     num_blocks=200, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=400, max_queued_requests=100
@@ -62,6 +67,19 @@ def test_each_adapter_finds_its_own_blocks_and_no_others() -> None:
     outputs = {adapter: tuple(engine.clients[id, 0].output) for adapter, id in zip(order, ids, strict=True)}
     assert len(set(outputs.values())) == 3, "the adapters differ"
     engine.check_finished()
+
+
+def test_the_number_of_adapters_is_bounded() -> None:
+    adapters = Adapters()
+    adapters.begin_epoch(1, 1)
+    for number in range(MAX_ADAPTERS):
+        assert isinstance(adapters.add(str(number), "/a", replaces=False), Adapter)
+        adapters.note_loaded(number + 1, "d")
+    assert adapters.add("one more", "/a", replaces=False) == f"there are {MAX_ADAPTERS} adapters already"
+    assert not adapters.remove("0")
+    assert isinstance(adapters.add("one more", "/a", replaces=False), Adapter)
+    longest = "\U0001f600" * MAX_SHORT_TEXT
+    assert MAX_ADAPTERS * len(msgspec.msgpack.encode(AdapterInfo(longest, "/" * PATH_MAX, "d" * 64))) < MAX_FRAME
 
 
 def test_what_is_loaded_later_under_a_name_shares_nothing_with_what_was_there() -> None:

@@ -89,6 +89,18 @@ def test_a_prefix_that_the_device_has_reused_comes_back() -> None:
     assert state.blocks_swapped_in - before.blocks_swapped_in == 5
 
 
+def test_the_beginning_of_what_comes_back_is_reused_last() -> None:
+    engine = SimulatedEngine(limits(), host=(40, 0.0))
+    shared = prompt(16)
+    for tokens in (shared, *(prompt(38, index) for index in range(1, 4)), [*shared, 1]):
+        engine.accept(tokens, 1)
+        finish(engine)
+    assert engine.core.snapshot().blocks_swapped_in == 4
+    tier = engine.core._block_manager.host_tier
+    blocks = [entry.block for entry in tier.match_prefix(array("i", shared), "0:")]
+    assert [block for block in tier.pool._free if block in blocks] == blocks[::-1]
+
+
 def test_what_comes_back_stays_and_is_not_copied_again() -> None:
     engine = SimulatedEngine(limits(), host=(80, 0.0))
     for _ in range(4):
@@ -134,6 +146,24 @@ def test_a_sequence_that_was_swapped_goes_on_after_a_reset() -> None:
     assert engine.core.snapshot().swapped
     finish(engine)
     assert engine.core.snapshot().step_tokens_sum <= 3 * (8 + 30 - 1) + engine.events["stray rows"]
+
+
+def test_a_victim_publishes_nothing_from_before_a_reset() -> None:
+    """Even if a later sequence has computed and published the same content, which the device then reuses."""
+    engine = SimulatedEngine(limits(policy="priority"), host=(40, 0.0))
+    shared = prompt(12)
+    engine.accept(shared, 20, priority=2)
+    engine.step()
+    engine.reset_prefix_cache()
+    engine.accept([*shared, 1], 1, priority=1)
+    while engine.core.snapshot().waiting or engine.core.snapshot().running > 1:
+        engine.step()
+    engine.accept(prompt(38, 1), 1)
+    while not engine.core.snapshot().swapped:
+        engine.step()
+    engine.accept([*shared, 2], 1, priority=1)
+    finish(engine)
+    assert engine.core.snapshot().host_prefix_hits > 0, "the engine has checked when they were computed"
 
 
 def test_a_victims_copies_are_not_reused_to_make_room_for_the_rest() -> None:

@@ -22,6 +22,9 @@ from enum import Enum
 
 from shared.protocol import AdapterInfo, LoadAdapter, UnloadAdapter
 
+MAX_ADAPTERS = 2048
+"""Adapters of an engine at a time. Gateways are told of all of them in one message, which must fit `MAX_FRAME`."""
+
 
 class Host(Enum):
     """Whether the worker has an adapter in host memory."""
@@ -107,6 +110,8 @@ class Adapters:
             return f"there is an adapter {name!r} already"
         if any(not adapter.digest and adapter.name == name for adapter in self._all.values()):
             return f"an adapter {name!r} is being loaded"
+        if len(self._all) >= MAX_ADAPTERS:
+            return f"there are {MAX_ADAPTERS} adapters already"
         adapter = Adapter(self._next_number, name, path)
         self._next_number += 1
         self._all[adapter.number] = adapter
@@ -173,6 +178,11 @@ class Adapters:
                 self._added.append(adapter)
             self._drop_if_unused(adapter)
         self._messages.clear()
+
+    @property
+    def has_added(self) -> bool:
+        """True if an adapter that was added waits for host memory. The next plan may have it loaded."""
+        return bool(self._added)
 
     @property
     def has_messages(self) -> bool:

@@ -254,11 +254,11 @@ class BlockManager:
         """Return the published blocks that hold the beginning of a sequence, and the host blocks that go on with it."""
         if not self.may_hit(sequence):
             return [], []
-        tokens, salt = sequence.tokens, sequence.request.prefix_root
-        hits = self.index.match_prefix(tokens, salt)
+        tokens, root = sequence.tokens, sequence.request.prefix_root
+        hits = self.index.match_prefix(tokens, root)
         if not self.host_tier.index:
             return hits, []
-        before: Node = hits[-1].node if hits else salt
+        before: Node = hits[-1].node if hits else root
         in_host = self.host_tier.match_prefix(tokens[len(hits) * self.block_size :], before)
         return hits, [entry.block for entry in in_host]
 
@@ -286,8 +286,13 @@ class BlockManager:
                     table.publish_at += self.block_size
 
     def _published_contents(self, sequence: Sequence, num_tokens: int) -> list[tuple[Content, int]]:
-        """Return the contents of the first blocks of a sequence, with their nodes, as far as they are published."""
+        """Return the contents of the first blocks of a sequence, with their nodes, as far as they are published.
+
+        After a reset there are none: blocks with the same content may be published, but these are older.
+        """
         contents: list[tuple[Content, int]] = []
+        if sequence.table.publish_at == NEVER:
+            return contents
         node: Node = sequence.request.prefix_root
         for start in range(0, num_tokens - self.block_size + 1, self.block_size):
             content = (node, sequence.tokens[start : start + self.block_size].tobytes())

@@ -18,7 +18,7 @@ class InFlightPlan(NamedTuple):
     rows: list[Row]
     sequences: list[Sequence]
     pinned_blocks: list[int]  # blocks that the plan copies from
-    host_blocks: list[int]  # that it copies to or from
+    host_blocks: list[int]  # that it copies to or from, in the order in which they come free
     num_tokens: int  # positions to compute, of all rows
     num_chunked: int  # those of rows of more than one
 
@@ -132,7 +132,9 @@ class PlanBuilder:
         """Return the part of the plan that is kept until its result is back."""
         child_rows = [Row(child.slot, child.progress.num_scheduled, 0, 1) for child in self.children]
         pinned_blocks = [source for source, _ in self.block_copies]
-        host_blocks = [destination for _, destination in self.swap_out] + [source for source, _ in self.swap_in]
+        # the beginning of a prompt, which the device reuses last and gets back first, comes free last
+        host_blocks = [destination for _, destination in self.swap_out]
+        host_blocks += [source for source, _ in reversed(self.swap_in)]
         return InFlightPlan(
             step,
             self.rows + child_rows,

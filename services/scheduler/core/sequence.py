@@ -36,7 +36,7 @@ Key = tuple[float, float, int, int]
 class State(Enum):
     """The places where a sequence can be."""
 
-    WAITING = "waiting"  # in the queue: no slot, no blocks, in no plan in flight
+    WAITING = "waiting"  # in the queue: no slot, no blocks, no rows in flight; a swapped one has host blocks
     RUNNING = "running"  # has a slot and blocks, and gets rows
     STOPPING = "stopping"  # gets no more rows, but plans in flight still name its slot and blocks
     FINISHED = "finished"  # holds nothing
