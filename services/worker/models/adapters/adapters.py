@@ -39,6 +39,7 @@ class Adapters:
         }
         self._in_memory: dict[int, dict[str, LoraWeights]] = {}  # by operation, those that the adapter changes
 
+    @torch.inference_mode()  # tensors that were saved as parameters would want gradients
     def load(self, adapter: int, path: str) -> str:
         """Read the folder at `path` into host memory, and return the digest of its files.
 
