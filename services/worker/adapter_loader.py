@@ -26,18 +26,16 @@ class _Answer(NamedTuple):
 
 
 class AdapterLoader:
-    """Loads and unloads the adapters of one connection, in the order in which it is told to."""
+    """Loads and unloads the adapters of one connection in `thread`, in the order in which it is told to."""
 
-    def __init__(self, context: "zmq.Context[Any]", runner: Runner) -> None:
-        self._context, self._runner = context, runner
+    def __init__(self, context: "zmq.Context[Any]", runner: Runner, thread: ThreadPoolExecutor) -> None:
+        self._context, self._runner, self._thread = context, runner, thread
         self._address = f"inproc://adapters-{next(_numbers)}"
         self.socket = context.socket(zmq.PULL)
         self.socket.bind(self._address)
         self._answers: SimpleQueue[_Answer] = SimpleQueue()
         self._generation = 0  # how often all was forgotten
         self._pending: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, "adapters")
-        self._thread.submit(int)  # starts it before the loop's thread is pinned to a processor, which it would inherit
 
     def load(self, message: LoadAdapter) -> None:
         """Load an adapter. `take` returns the answer."""
@@ -62,8 +60,8 @@ class AdapterLoader:
         self._generation += 1
 
     def close(self) -> None:
-        """Wait for the adapter that is being loaded, and drop all answers."""
-        self._thread.shutdown(cancel_futures=True)
+        """Wait for the adapter that is being loaded, and forget the others and all answers."""
+        self.forget()
         self.socket.close(linger=0)
 
     def _load(self, message: LoadAdapter, generation: int) -> None:

@@ -21,14 +21,20 @@ The workers of one machine divide the share among them, since each of them may m
 
 SWAP_MAXIMUM = 4 * GIB
 SWAP_SHARE = 0.125
-"""Swapped blocks take this share of the host's free memory, at most `SWAP_MAXIMUM` bytes, unless the user sets that."""
+"""Swapped blocks take this share of the host's free memory, at most `SWAP_MAXIMUM` bytes, unless the user sets that.
+
+What the user sets for the KV of a CPU is not free.
+"""
 
 
-def host_kv_memory(config: WorkerConfig) -> int:
+def host_kv_memory(config: WorkerConfig, device: torch.device) -> int:
     """Return the bytes of host memory for swapped blocks. Unless a GPU's are pinned, they are taken as needed."""
     if config.swap_space is not None:
         return int(config.swap_space * GIB)
-    return min(SWAP_MAXIMUM, int(available_memory() * SWAP_SHARE / config.local_world_size))
+    free = available_memory() / config.local_world_size
+    if device.type == "cpu" and config.kv_cache_memory is not None:
+        free = max(0.0, free - config.kv_cache_memory * GIB)
+    return min(SWAP_MAXIMUM, int(free * SWAP_SHARE))
 
 
 def kv_memory(config: WorkerConfig, device: torch.device, needed: StepMemory | None) -> int:

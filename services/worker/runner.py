@@ -130,7 +130,7 @@ class ModelRunner:
         self._load_compiler = load_compiler
         self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
-        host_memory = host_kv_memory(config)
+        host_memory = host_kv_memory(config, device)
         bandwidth = measure_bandwidth(self._layout(block_size=16), device, ops) if host_memory else 0.0
         needed = self._measure_memory(config, new_capture) if device.type == "cuda" else None
         self._state = self._sizes = None

@@ -23,6 +23,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from enum import Enum
 from types import FrameType
@@ -114,12 +115,14 @@ class Service:
         """
         to_scheduler = Watcher(self._config.scheduler, lambda: self.identity, self.keys)
         to_supervisor = supervisor_watcher(self._config.supervisor_address, "worker")
-        with zmq.Context() as context, HeartbeatSender(self.loop, [to_scheduler, *to_supervisor]):
+        heartbeats = HeartbeatSender(self.loop, [to_scheduler, *to_supervisor])
+        with zmq.Context() as context, ThreadPoolExecutor(1, "adapters") as adapter_thread, heartbeats:
+            adapter_thread.submit(int)  # starts it before this thread is pinned to a processor, which it would inherit
             self.renew_deadline()
             delay = RECONNECT_DELAY
             try:
                 while True:
-                    status: int | None = _Connection(self, self._config, context).run().value
+                    status: int | None = _Connection(self, self._config, context, adapter_thread).run().value
                     if status is not None:
                         return status
                     delay = min(2 * delay, MAX_REFUSED_DELAY) if self.refusal else RECONNECT_DELAY
@@ -153,10 +156,13 @@ class Service:
 class _Connection:
     """A connection to the scheduler: a socket and its identity."""
 
-    def __init__(self, service: Service, config: WorkerConfig, context: "zmq.Context[Any]") -> None:
+    def __init__(
+        self, service: Service, config: WorkerConfig, context: "zmq.Context[Any]", adapter_thread: ThreadPoolExecutor
+    ) -> None:
         self._service = service
         self._config = config
         self._context = context
+        self._adapter_thread = adapter_thread
         self._epoch: Epoch | None = None
         self._requests = RunningRequests()
         self._leaving = False  # whether the scheduler was told
@@ -167,7 +173,7 @@ class _Connection:
         with connect(self._context, self._config.scheduler, name, self._service.keys) as (socket, monitor):
             self._service.identity = printable_identity(name)
             socket.send(encode(self._register(printable_identity(name))))
-            loader = AdapterLoader(self._context, self._service.runner)
+            loader = AdapterLoader(self._context, self._service.runner, self._adapter_thread)
             with closing(loader), closing(ResultWaiter(self._context)) as waiter:
                 reason = self._serve(socket, monitor, waiter, loader)
             self._service.identity = ""

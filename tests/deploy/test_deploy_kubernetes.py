@@ -146,3 +146,10 @@ def test_the_autoscaler_asks_for_a_figure_that_exists() -> None:
     (metric,) = resource("HorizontalPodAutoscaler", "engine")["spec"]["metrics"]
     sources = [*ROOT.glob("services/scheduler/*.py"), ROOT / "shared/metrics.py"]
     assert any(metric["pods"]["metric"]["name"] in source.read_text() for source in sources)
+
+
+def test_the_autoscalers_alone_decide_how_many_there_are() -> None:
+    """A number in a manifest would end engines at each `kubectl apply`, with the requests that they have."""
+    targets = [one["spec"]["scaleTargetRef"] for one in RESOURCES if one["kind"] == "HorizontalPodAutoscaler"]
+    assert len(targets) == 2
+    assert not any("replicas" in resource(target["kind"], target["name"])["spec"] for target in targets)

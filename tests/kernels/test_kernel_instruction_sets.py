@@ -54,6 +54,10 @@ def outputs() -> list[Tensor]:
         x = torch.randn(200, inputs, generator=generator)
         x[::3, 5] = 50.0  # a group of these rows has two terms
         x[7] = 0.0
+        # Sums need more than sixteen bits: all activations are as large, and nearly all quants of a group are.
+        x[0] = 1.0
+        weight[:2], quants[:2] = 1.0, 2**bits - 1
+        weight[:2, ::32] = -1.0
         for unpacked in (RoundedWeight(bits, [weight]), QuantizedWeight(bits, quants, scales, -mins, 0)):
             packed = cpu.pack_linear(unpacked)
             for rows, threads in itertools.product(ROWS, (1, 2)):

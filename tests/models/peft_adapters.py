@@ -33,11 +33,12 @@ def make_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, pickled
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.15)
-    peft_model.save_pretrained(folder, safe_serialization=not pickled)
-    if pickled and (folder / "adapter_model.safetensors").exists():
-        weights = load_file(folder / "adapter_model.safetensors")
-        (folder / "adapter_model.safetensors").unlink()
-        torch.save(weights, folder / "adapter_model.bin")
+    peft_model.save_pretrained(folder)
+    if pickled:  # as parameters, which some scripts save
+        path = folder / "adapter_model.safetensors"
+        parameters = {name: torch.nn.Parameter(tensor) for name, tensor in load_file(path).items()}
+        torch.save(parameters, folder / "adapter_model.bin")
+        path.unlink()
     return folder
 
 

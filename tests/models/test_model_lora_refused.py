@@ -1,5 +1,6 @@
 """Adapters that do not fit are refused by the name of the tensor or field, at once, and nothing of them is kept."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"r": 0}, "a rank must be at least 1"),
     "modules": ({"target_modules": ["q_proj"]}, "target_modules does not name its module"),
     "no modules": ({"target_modules": None}, "target_modules"),
+    "factor": ({"lora_alpha": 1e300}, "lora_B.weight has numbers that are not finite"),
     "type": ({"r": "many"}, "adapter_config.json: Expected `int`"),
     "expression": ({"rank_pattern": {"(": 3}}, "'\\(' is no regular expression"),
 }  # fmt: skip
@@ -125,6 +127,20 @@ def test_files(forward: Forward, adapter: Path, tmp_path: Path) -> None:
     assert_refused(forward, adapter, "none of adapter_model.safetensors, adapter_model.bin is there")
     (adapter / "adapter_config.json").write_text("{")
     assert_refused(forward, adapter, "adapter_config.json")
+
+
+def test_a_pipe_is_not_waited_for(forward: Forward, adapter: Path) -> None:
+    for name, words in (("adapter_model.safetensors", "none of adapter_model"), ("adapter_config.json", "is no file")):
+        (adapter / name).unlink()
+        os.mkfifo(adapter / name)
+        assert_refused(forward, adapter, words)
+
+
+def test_numbers_that_the_type_of_the_weights_lacks(adapter: Path, tmp_path: Path) -> None:
+    """float16 ends at 65,504; the rest would be infinite."""
+    half = Forward(save(llama(), tmp_path / "model"), enable_lora=True, max_lora_rank=6, dtype="float16")
+    rewrite_adapter(adapter, with_tensor(A, torch.full((5, 77), 1e5)))
+    assert_refused(half, adapter, f"{A} has numbers that are not finite as torch.float16")
 
 
 def test_a_pickle_that_is_more_than_tensors(forward: Forward, adapter: Path) -> None:

@@ -25,7 +25,8 @@ COUNT = 6
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return a model's folder, and those of three adapters."""
     path, model = tmp_path_factory.mktemp("model"), llama()
-    return [save(model, path / "model"), *(make_adapter(model, path / str(seed), seed=seed) for seed in range(3))]
+    adapters = (make_adapter(model, path / str(seed), seed=seed, pickled=seed == 2) for seed in range(3))
+    return [save(model, path / "model"), *adapters]
 
 
 @pytest.fixture(scope="module")

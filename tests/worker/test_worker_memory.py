@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +46,16 @@ def test_workers_of_one_machine_divide_its_free_memory(monkeypatch: pytest.Monke
 
 
 def test_swapped_blocks_get_four_gib_at_most_an_eighth_or_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(device: torch.device = CPU, **settings: Any) -> float:
+        return host_kv_memory(WorkerConfig(**settings), device) / GIB
+
     monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 12 * GIB)
-    assert [host_kv_memory(WorkerConfig(local_world_size=count)) / GIB for count in (1, 2)] == [1.5, 0.75]
-    assert [host_kv_memory(WorkerConfig(swap_space=size)) / GIB for size in (0, 0.5, 20)] == [0, 0.5, 20]
+    assert [memory(local_world_size=count) for count in (1, 2)] == [1.5, 0.75]
+    assert [memory(swap_space=size) for size in (0, 0.5, 20)] == [0, 0.5, 20]
+    assert [memory(kv_cache_memory=size) for size in (4, 11, 13)] == [1, 0.125, 0]  # it is the same memory
+    assert memory(CUDA, kv_cache_memory=11) == 1.5
     monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 160 * GIB)
-    assert host_kv_memory(WorkerConfig()) == 4 * GIB
+    assert memory() == 4
 
 
 def test_the_largest_step_has_the_schedulers_sizes() -> None:

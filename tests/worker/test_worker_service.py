@@ -86,8 +86,9 @@ class HeldRunner(ScriptedRunner):
     def __init__(self) -> None:
         super().__init__(Script())
         self.steps: list[HeldStep] = []
-        self.adapters: list[str] = []  # what was done with them
+        self.adapter_calls: list[str] = []
         self.read = threading.Event()  # lets adapters be read
+        self.readers: set[int] = set()  # threads
 
     def launch(self, plan: StepPlan) -> HeldStep:  # type: ignore[override]
         self.steps.append(HeldStep(plan))
@@ -95,15 +96,16 @@ class HeldRunner(ScriptedRunner):
 
     def load_adapter(self, adapter: int, path: str) -> str:
         self.read.wait()
+        self.readers.add(threading.get_native_id())
         if path == "broken":
             raise ModelError("broken: it has no tensors")
         if path == "bug":
             raise ZeroDivisionError("division by zero")
-        self.adapters.append(f"load {adapter}")
+        self.adapter_calls.append(f"load {adapter}")
         return f"digest of {path}"
 
     def unload_adapter(self, adapter: int) -> None:
-        self.adapters.append(f"unload {adapter}")
+        self.adapter_calls.append(f"unload {adapter}")
 
 
 class ServedRunner:
@@ -308,7 +310,7 @@ def test_adapters_are_answered_in_the_order_of_the_scheduler(served: ServedRunne
     refused = AdapterRefused(2, "broken: it has no tensors")
     expected = [AdapterLoaded(1, "digest of a"), refused, AdapterLoaded(3, "digest of c")]
     assert [served.receive() for _ in expected] == expected
-    assert served.runner.adapters == ["load 1", "unload 1", "load 3"]
+    assert served.runner.adapter_calls == ["load 1", "unload 1", "load 3"]
 
 
 def test_any_error_of_reading_an_adapter_is_answered(served: ServedRunner) -> None:
@@ -331,4 +333,17 @@ def test_a_new_epoch_forgets_adapters_that_are_being_read(served: ServedRunner) 
     assert served.receive() == Configured(Epoch("test", 2))
     served.send(LoadAdapter(3, "a"))
     assert served.receive() == AdapterLoaded(3, "digest of a")
-    assert served.runner.adapters == ["load 1", "load 3"]
+    assert served.runner.adapter_calls == ["load 1", "load 3"]
+
+
+def test_adapters_of_all_connections_are_read_in_one_thread(served: ServedRunner) -> None:
+    """It began before the loop's thread was pinned to a processor. A later one would share that processor with it."""
+    served.runner.read.set()
+    for number in (1, 2):
+        served.send(LoadAdapter(number, "a"))
+        assert served.receive() == AdapterLoaded(number, "digest of a")
+        served.send_bytes(b"no message")
+        assert isinstance(served.receive(), Register)
+        served.send(Configure(EPOCH, 16, 8, 4, 64, 128))
+        assert served.receive() == Configured(EPOCH)
+    assert len(served.runner.readers) == 1

@@ -54,8 +54,9 @@ struct I32x16 {
     }
     static I32x16 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
     I32x16 operator+(I32x16 o) const { return {_mm512_add_epi32(v, o.v)}; }
+    I32x16 operator*(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
     // Multiplies lanes of 0..32767 by lanes of 16 bits.
-    I32x16 times_16(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
+    I32x16 times_16(I32x16 o) const { return *this * o; }
     // Lane i adds unsigned[4i..4i+3] times signed[4i..4i+3].
     void add_products(U8x64 unsigned_bytes, U8x64 signed_bytes) {
         add_byte_products(v, unsigned_bytes.v, signed_bytes.v);
@@ -127,6 +128,7 @@ struct I32x16 {
         return {half(p), half(p + 8)};
     }
     I32x16 operator+(I32x16 o) const { return {_mm256_add_epi32(lo, o.lo), _mm256_add_epi32(hi, o.hi)}; }
+    I32x16 operator*(I32x16 o) const { return {_mm256_mullo_epi32(lo, o.lo), _mm256_mullo_epi32(hi, o.hi)}; }
     I32x16 times_16(I32x16 o) const { return {_mm256_madd_epi16(lo, o.lo), _mm256_madd_epi16(hi, o.hi)}; }
 #if defined(__AVXVNNI__)
     void add_products(U8x64 unsigned_bytes, U8x64 signed_bytes) {
@@ -175,8 +177,8 @@ struct I32x16 {
 
 struct NibbleSum : I32x16 {
     static NibbleSum set(int32_t x) { return {I32x16::set(x)}; }
-    // Returns the sums, which began at 0, times numbers of eight bits.
-    I32x16 times(I32x16 factor) const { return times_16(factor); }
+    // Returns the sums, which began at 0, times numbers of eight bits. The sums may need more than sixteen.
+    I32x16 times(I32x16 factor) const { return *this * factor; }
 };
 
 #else

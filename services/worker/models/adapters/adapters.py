@@ -29,7 +29,7 @@ class Adapters:
     """The adapters of one model. `stacks` has the slots of each of its linear operations."""
 
     def __init__(self, targets: LoraTargets, sizes: LoraSizes, ops: Ops, device: torch.device) -> None:
-        self._targets, self._max_rank, self._ops = targets, sizes.max_rank, ops
+        self._targets, self._sizes, self._ops = targets, sizes, ops
         rank = padded_rank(sizes.max_rank)
         self.stacks: dict[str, LoraStack] = {
             operation: ops.new_lora(
@@ -39,6 +39,7 @@ class Adapters:
         }
         self._in_memory: dict[int, dict[str, LoraWeights]] = {}  # by operation, those that the adapter changes
 
+    @torch.inference_mode()  # tensors that were saved as parameters would want gradients
     def load(self, adapter: int, path: str) -> str:
         """Read the folder at `path` into host memory, and return the digest of its files.
 
@@ -46,7 +47,7 @@ class Adapters:
         """
         folder = Path(path)
         with name_folder_in_errors(folder):
-            digest, parts = read_adapter(folder, self._targets, self._max_rank)
+            digest, parts = read_adapter(folder, self._targets, self._sizes.max_rank, self._sizes.dtype)
             weights = {}
             for operation, members in self._targets.operations.items():
                 if any(member in parts for member in members):

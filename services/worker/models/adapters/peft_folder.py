@@ -27,14 +27,20 @@ class PeftAdapter(NamedTuple):
     parts: dict[LoraTarget, LoraPart]  # A and B of each module that it changes
 
 
-def read_adapter(folder: Path, targets: LoraTargets, max_rank: int) -> PeftAdapter:
-    """Read the adapter in `folder`. Raise ModelError naming the field or tensor that does not fit the model."""
+def read_adapter(folder: Path, targets: LoraTargets, max_rank: int, dtype: torch.dtype) -> PeftAdapter:
+    """Read the adapter in `folder`, for weights of `dtype`.
+
+    Raise ModelError naming the field or tensor that does not fit the model.
+    """
     content = _read(folder / CONFIG_FILE)
     config = read_config(content)
     weights = _weights_file(folder)
     shard, parts = open_shard(weights), {}
     for module in _modules(shard.keys(), config, targets):
-        parts[targets.modules[module.short]] = _read_part(shard, module, config, targets, max_rank)
+        part = parts[targets.modules[module.short]] = _read_part(shard, module, config, targets, max_rank)
+        for suffix, matrix in zip((A_SUFFIX, B_SUFFIX), part, strict=True):
+            if not matrix.to(dtype).isfinite().all():  # the factor, or the type, may be too much for a finite number
+                raise ModelError(f"tensor {module.tensor(suffix)} has numbers that are not finite as {dtype}")
     return PeftAdapter(_digest(content, weights), parts)
 
 
@@ -97,24 +103,21 @@ def _read_tensor(shard: Shard, name: str, shape: tuple[int, int]) -> Tensor:
     if tuple(stored.shape) != shape:
         raise ModelError(f"tensor {name} has shape {list(stored.shape)}, not {list(shape)} as model and config say")
     check_float(name, stored.dtype)
-    tensor = stored.to(torch.float32, copy=True)
-    if not tensor.isfinite().all():
-        raise ModelError(f"tensor {name} has numbers that are not finite")
-    return tensor
+    return stored.to(torch.float32, copy=True)
 
 
 def _weights_file(folder: Path) -> Path:
     for name in WEIGHT_FILES:
-        if (folder / name).exists():
+        if (folder / name).is_file():
             return folder / name
     raise ModelError(f"none of {', '.join(WEIGHT_FILES)} is there")
 
 
 def _read(path: Path) -> bytes:
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ModelError(f"{path} is no file: {path.parent} is no adapter's folder")
         return path.read_bytes()
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist: {path.parent} is no adapter's folder") from error
     except OSError as error:
         raise ModelError(f"{path}: {error}") from error
 
