@@ -81,7 +81,6 @@ def load() -> str | None:
         )
         return None
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    logger.info("kernels for %s", best)
     return best
 
 

@@ -48,6 +48,11 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
         kernels = "Quire's kernels" if ops.supports_graphs else "plain torch operations"
         decodes = "in CUDA graphs" if new_capture else "kernel by kernel"
         logger.info("computing on %s with %s; decodes run %s", torch.cuda.get_device_name(device), kernels, decodes)
+    if device.type == "cpu":
+        instruction_set = extension.load()
+        logger.info(
+            "computing with %s", f"kernels for {instruction_set}" if instruction_set else "plain torch operations"
+        )
     compiler.exception()  # which waits, so that nothing runs beside what is measured next
     info = model_info(loaded, config, folder)
     return ModelRunner(loaded, info, config, device, ops, new_capture=new_capture, load_compiler=compiler.result)
