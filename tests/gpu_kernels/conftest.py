@@ -6,7 +6,10 @@ These tests need a pytest process of their own, because Triton decides between t
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +42,30 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return torch.device("cuda")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreted_products_are_invariant() -> Iterator[None]:
+    """Let the interpreter sum products in float64, whose last bits rounding to float32 drops.
+
+    It multiplies by numpy, whose library sums a row in an order that depends on the row's place in a tile, at least on
+    processors with AVX2 alone. A GPU's instructions do not.
+    """
+    if os.environ["TRITON_INTERPRET"] != "1":
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def create_exact_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if d.data.dtype != np.float32 or {a.data.dtype, b.data.dtype} - {np.dtype("f2"), np.dtype("f4")}:
+            return create_dot(self, a, b, d, *rest)
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(np.float32)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    with patch.object(InterpreterBuilder, "create_dot", create_exact_dot):
+        yield
 
 
 @pytest.fixture(autouse=True)
