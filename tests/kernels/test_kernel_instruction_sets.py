@@ -5,6 +5,7 @@ The real ones are compiled, and have the instructions.
 """
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -82,6 +83,7 @@ def test_they_give_the_bits_of_this_processors_kernels(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif("QUIRE_TEST_EMULATED" not in os.environ, reason="it takes minutes: make test-all runs it")
 @pytest.mark.usefixtures("emulated")
 def test_they_pass_the_tests_of_kernels() -> None:
     names = ("quantized", "attention", "layers")
