@@ -7,7 +7,7 @@ tunes the process.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,7 +91,6 @@ class _StagedStep(NamedTuple):
 
     changes: StateChanges
     block_copies: Section | None
-    adapter_slots: Sequence[tuple[int, int]]  # (slot, adapter) that it holds from now on
     batch: Batch | None
     rows: BatchRows | None  # of the batch; padded to `graph_size`
     graph_size: int  # rows of the graph that the batch runs in; 0: none
@@ -295,7 +294,7 @@ class ModelRunner:
                 logprobs = stage_logprobs(tokens.batch, state.sequences, buffer)
                 sampling = _Sampling(last_tokens, tokens, logprobs)
         copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
-        return _StagedStep(changes, copies, plan.adapter_slots, batch, rows, graph_size, adapters, sampling)
+        return _StagedStep(changes, copies, batch, rows, graph_size, adapters, sampling)
 
     def _compute(self, step: _StagedStep, plan: StepPlan, state: _EpochState) -> StepOutputs:
         """Launch all of a step, in the order that `StepPlan` demands."""
@@ -305,7 +304,7 @@ class ModelRunner:
         if step.block_copies:
             self._ops.copy_blocks(state.storage, *step.block_copies.tensor)
         state.host_blocks.swap_in(state.storage, plan.swap_in)
-        for slot, adapter in step.adapter_slots:
+        for slot, adapter in plan.adapter_slots:
             if self._adapters is None:
                 raise RuntimeError("a plan names an adapter, and this worker takes none")
             self._adapters.put(slot, adapter)

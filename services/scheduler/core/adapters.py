@@ -27,7 +27,7 @@ MAX_ADAPTERS = 2048
 
 
 class Host(Enum):
-    """Whether the worker has an adapter in host memory."""
+    """Says whether the worker has an adapter in host memory."""
 
     ABSENT = "absent"
     LOADING = "loading"  # it was told to load it, and has not answered

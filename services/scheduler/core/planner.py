@@ -171,14 +171,15 @@ class Planner:
         """
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
-            first = next(iter(sorted(group, key=lambda sequence: sequence.key)[num_passed:]), None)
+            waiting, stopping = sorted(group, key=lambda sequence: sequence.key), {}
         else:
-            waiting = self._queues.waiting.items
-            first = waiting[num_passed] if num_passed < len(waiting) else None
-            returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
-            if first is not None and min(returning, default=first.key) < first.key:
-                return None
-        return None if first is not None and self._block_manager.is_leaving(first) else first
+            waiting, stopping = self._queues.waiting.items, self._queues.stopping
+        if num_passed >= len(waiting):
+            return None
+        first = waiting[num_passed]
+        returning = (sequence.key for sequence in stopping if sequence.finish_reason is None)
+        comes_first = min(returning, default=first.key) >= first.key
+        return first if comes_first and not self._block_manager.is_leaving(first) else None
 
     def _find_slot(self, sequence: Sequence) -> bool:
         """Return whether there is a free slot, after a preemption if that is allowed."""
