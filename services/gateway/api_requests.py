@@ -32,19 +32,14 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None  # with include_usage: add the usage so far to every chunk
 
 
-class GenerationRequest(Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints accept. Those that OpenAI does not have are vLLM's."""
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """The fields that all endpoints accept which generate. Those that OpenAI does not have are vLLM's."""
 
     model: str | None = None
-    max_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Integer | None = None
     min_p: float | None = None
-    n: Integer | None = None
-    best_of: Integer | None = None  # beams of which n are returned; without a beam search only equal to n
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None  # of a beam search
     seed: Integer | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -57,23 +52,33 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, so that the error names the key
-    prompt_logprobs: Integer | None = None
-    repetition_detection: RepetitionDetectionParams | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_interval: Integer | None = None  # tokens of a chunk
+    priority: Integer | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None  # unless the request has the header X-Request-Id
+    structured_outputs: dict[str, Any] | None = None
+
+
+class GenerationRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields that chats and completions accept besides."""
+
+    max_tokens: Integer | None = None
+    n: Integer | None = None
+    best_of: Integer | None = None  # beams of which n are returned; without a beam search only equal to n
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None  # of a beam search
+    prompt_logprobs: Integer | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Integer | None = None  # tokens that are kept; -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default left
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
-    stream: bool | None = None
-    stream_interval: Integer | None = None  # tokens of a chunk
     stream_options: StreamOptions | None = None
-    priority: Integer | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None  # unless the request has the header X-Request-Id
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -110,11 +115,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Integer | None = None
 
 
-class ResponsesRequest(Struct, frozen=True, kw_only=True):
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/responses. `responses_input.py` makes a chat of it, and checks what the types here leave open."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -122,12 +126,9 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     text: dict[str, Any] | None = None  # the form of the answer
     reasoning: dict[str, Any] | None = None
     max_output_tokens: Integer | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Integer | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    stream: bool | None = None
     # refused unless they ask for nothing
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -143,28 +144,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     stream_options: dict[str, Any] | None = None
     user: str | None = None
     # vLLM's, and as in a chat
-    top_k: Integer | None = None
-    min_p: float | None = None
-    seed: Integer | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Integer | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logit_bias: dict[str, Any] | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    stream_interval: Integer | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    priority: Integer | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
 
 
 class TokenizeChatRequest(ChatRequest, frozen=True, kw_only=True):
