@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest.mock import patch
 
-from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core import Limits, Scheduler, WorkerResources
 from services.scheduler.core.policy import CHUNK, EFFICIENT_CHUNK, budget_beside_streams
 from shared.protocol import Epoch, SampledRow, Sampling, StepPlan, StepResult, Submit, pack_tokens
 
@@ -99,7 +99,7 @@ def simulate(costs: Costs, max_step_seconds: float, clients: int, input: int, ou
         max_step_seconds=max_step_seconds,
     )
     core, now, firsts, gaps = Scheduler(limits), 0.0, list[float](), list[float]()
-    core.begin_epoch(Epoch("benchmark", 0), BLOCKS, costs.step, costs.token)
+    core.begin_epoch(Epoch("benchmark", 0), BLOCKS, WorkerResources(costs.step, costs.token))
     last: dict[int, float] = {}  # when each request was sent, or its last token came
     plans: deque[StepPlan] = deque()
 

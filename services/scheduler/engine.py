@@ -21,7 +21,7 @@ from services.scheduler.config import (
     pool_tokens,
     swap_seconds,
 )
-from services.scheduler.core import Scheduler
+from services.scheduler.core import Scheduler, WorkerResources
 from services.scheduler.recorder import RecordedScheduler, Recorder
 from shared.log_format import of_request, of_requests
 from shared.protocol import (
@@ -109,16 +109,15 @@ class Engine:
         self._epoch = replace(self._epoch, count=self._epoch.count + 1)
         self._block_bytes = bytes_per_block(self._config, worker)
         self._takes_adapters |= worker.max_loras > 0
-        self._core.begin_epoch(
-            self._epoch,
-            num_blocks,
-            worker.step_seconds,
-            worker.token_seconds,
-            num_host_blocks,
-            swap_seconds(self._config, worker),
-            worker.max_loras,
-            worker.max_cpu_loras,
+        resources = WorkerResources(
+            step_seconds=worker.step_seconds,
+            token_seconds=worker.token_seconds,
+            num_host_blocks=num_host_blocks,
+            swap_seconds=swap_seconds(self._config, worker),
+            max_loras=worker.max_loras,
+            max_cpu_loras=worker.max_cpu_loras,
         )
+        self._core.begin_epoch(self._epoch, num_blocks, resources)
         return make_configure(self.limits, self._epoch, num_blocks, num_host_blocks)
 
     def submit(self, request: Submit, now: float) -> Refused | None:

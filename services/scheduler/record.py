@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from services.scheduler.core import Limits
+from services.scheduler.core import Limits, WorkerResources
 from shared.errors import ConfigError
 from shared.protocol import VERSION, AdapterLoaded, AdapterRefused, Epoch, StepPlan, StepResult, Submit, encode
 
-MAGIC = b"quire record 2\n"
+MAGIC = b"quire record 3\n"
 LENGTH_BYTES = 4
 
 
@@ -47,12 +47,7 @@ class Began(Struct, frozen=True, array_like=True, tag=1):
     now: float
     epoch: Epoch
     num_blocks: int
-    step_seconds: float = 0.0
-    token_seconds: float = 0.0
-    num_host_blocks: int = 0
-    swap_seconds: float = 0.0
-    max_loras: int = 0
-    max_cpu_loras: int = 0
+    worker: WorkerResources
 
 
 class Submitted(Struct, frozen=True, array_like=True, tag=2):

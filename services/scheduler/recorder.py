@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core import NO_RESOURCES, Limits, Scheduler, WorkerResources
 from services.scheduler.core.state import dump_state
 from services.scheduler.record import (
     MAGIC,
@@ -230,20 +230,9 @@ class RecordedScheduler(Scheduler):
         self.encoded_plan = b""  # the last plan, so that it need not be encoded again to be sent
         recorder.begin(self)
 
-    def begin_epoch(
-        self,
-        epoch: Epoch,
-        num_blocks: int,
-        step_seconds: float = 0.0,
-        token_seconds: float = 0.0,
-        num_host_blocks: int = 0,
-        swap_seconds: float = 0.0,
-        max_loras: int = 0,
-        max_cpu_loras: int = 0,
-    ) -> None:
-        measured = (step_seconds, token_seconds, num_host_blocks, swap_seconds, max_loras, max_cpu_loras)
-        self._record(Began(self._recorder.clock(), epoch, num_blocks, *measured))
-        super().begin_epoch(epoch, num_blocks, *measured)
+    def begin_epoch(self, epoch: Epoch, num_blocks: int, worker: WorkerResources = NO_RESOURCES) -> None:
+        self._record(Began(self._recorder.clock(), epoch, num_blocks, worker))
+        super().begin_epoch(epoch, num_blocks, worker)
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         self._record(Lost(now, out_of_memory))

@@ -73,9 +73,8 @@ def replay(record: Record, core: Scheduler) -> Iterator[Replayed]:
 
 def _apply(core: Scheduler, entry: Input) -> Outcome:
     match entry:
-        case Began(_, epoch, num_blocks):
-            sizes = (entry.num_host_blocks, entry.swap_seconds, entry.max_loras, entry.max_cpu_loras)
-            core.begin_epoch(epoch, num_blocks, entry.step_seconds, entry.token_seconds, *sizes)
+        case Began(_, epoch, num_blocks, worker):
+            core.begin_epoch(epoch, num_blocks, worker)
         case Submitted(now, request):
             return core.submit(request, now)
         case Aborted(_, id, sample):

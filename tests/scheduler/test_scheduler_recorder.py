@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from services.scheduler import recorder
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.core import Limits
+from services.scheduler.core import Limits, WorkerResources
 from services.scheduler.core.state import dump_state
 from services.scheduler.engine import Engine
 from services.scheduler.record import MAGIC, Committed, Ended, Planned, Submitted, pack_entry, read_record
@@ -38,7 +38,7 @@ class Clock:
 
 def make_core(folder: Path, name: str = "0", clock: Clock | None = None, max_loras: int = 0) -> RecordedScheduler:
     core = RecordedScheduler(LIMITS, Recorder(str(folder), name, "m", clock or Clock()))
-    core.begin_epoch(EPOCH, LIMITS.num_blocks, max_loras=max_loras, max_cpu_loras=max_loras)
+    core.begin_epoch(EPOCH, LIMITS.num_blocks, WorkerResources(max_loras=max_loras, max_cpu_loras=max_loras))
     return core
 
 

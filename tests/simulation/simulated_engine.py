@@ -13,7 +13,7 @@ from core_invariants import check, check_writes
 from msgspec.structs import replace
 from simulated_worker import AT_ONCE, NO_ADAPTER, ExpectedOutput, SimulatedWorker, StepCosts, expected_output
 
-from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core import Limits, Scheduler, WorkerResources
 from services.scheduler.core.policy import may_preempt
 from services.scheduler.core.sequence import Sequence, State
 from shared.protocol import (
@@ -307,7 +307,7 @@ class SimulatedEngine:
         self._epochs += 1
         limits, epoch = self.limits, Epoch("boot", self._epochs)
         sizes = (*self._host, self.adapters.max_loras, self.adapters.max_cpu_loras)
-        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured, *sizes)
+        self.core.begin_epoch(epoch, limits.num_blocks, WorkerResources(*self._measured, *sizes))
         self.worker = SimulatedWorker(
             Configure(
                 epoch,

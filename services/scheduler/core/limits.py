@@ -15,6 +15,23 @@ MAX_DEPTH = 2
 """Maximum number of steps in flight. With two, the device always has one to run while the other is committed."""
 
 
+class WorkerResources(Struct, frozen=True, array_like=True):
+    """What a worker brings to an epoch besides its blocks: measured costs, and room for swapped blocks and adapters.
+
+    A cost of 0 was not measured.
+    """
+
+    step_seconds: float = 0.0  # the fixed cost of a step
+    token_seconds: float = 0.0  # the cost of one more token
+    num_host_blocks: int = 0
+    swap_seconds: float = 0.0  # the cost of a block that is copied to host memory, or back
+    max_loras: int = 0  # slots for adapters
+    max_cpu_loras: int = 0  # adapters in host memory
+
+
+NO_RESOURCES = WorkerResources()
+
+
 class Limits(Struct, frozen=True, kw_only=True):
     """Sizes of one engine. Raise `ConfigError`, naming the flag, for sizes that cannot work together."""
 

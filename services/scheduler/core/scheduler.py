@@ -51,7 +51,7 @@ from services.scheduler.core.admission import Load, accept
 from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.commit import commit, match_sampled_rows
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.limits import Limits, check_pool
+from services.scheduler.core.limits import NO_RESOURCES, Limits, WorkerResources, check_pool
 from services.scheduler.core.plan_builder import InFlightPlan
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy import order_key, sample_spacing
@@ -139,28 +139,16 @@ class Scheduler:
         """The adapters that requests can name."""
         return self._adapters.infos
 
-    def begin_epoch(
-        self,
-        epoch: Epoch,
-        num_blocks: int,
-        step_seconds: float = 0.0,
-        token_seconds: float = 0.0,
-        num_host_blocks: int = 0,
-        swap_seconds: float = 0.0,
-        max_loras: int = 0,
-        max_cpu_loras: int = 0,
-    ) -> None:
+    def begin_epoch(self, epoch: Epoch, num_blocks: int, worker: WorkerResources = NO_RESOURCES) -> None:
         """Begin an epoch with a worker that was just configured: its memory is empty, and steps count from 0.
 
-        The worker has measured the fixed cost of a step, the cost of one more token, and that of a block that is copied
-        to host memory or back; 0: it has not. It has slots for `max_loras` adapters, and host memory for
-        `max_cpu_loras`. Raise ConfigError if the pool is too small for the longest context that was promised.
+        Raise ConfigError if the pool is too small for the longest context that was promised.
         """
         check_pool(self.limits.max_model_len, num_blocks, self.limits.block_size)
-        self._forget_worker(num_blocks, num_host_blocks)
-        self._step_time.restart(step_seconds, token_seconds)
-        self._swap_policy.restart(swap_seconds)
-        self._adapters.begin_epoch(max_loras, max_cpu_loras)
+        self._forget_worker(num_blocks, worker.num_host_blocks)
+        self._step_time.restart(worker.step_seconds, worker.token_seconds)
+        self._swap_policy.restart(worker.swap_seconds)
+        self._adapters.begin_epoch(worker.max_loras, worker.max_cpu_loras)
         self._epoch = epoch
         self._step = 0
 
