@@ -13,7 +13,8 @@ it may also be in an endless loop, or `STARVED_GRACE_PERIOD` seconds while it wa
 For a process on the watcher's own host only the kernel's numbers count (`observe`): a process that is stopped or in a
 deadlock neither computes nor is runnable. For others only heartbeats count, and only while they come. A process that
 was short of CPU at its last heartbeat may be unable to send the next one. If the watcher itself is short of CPU, that
-may be true of all its peers.
+may be true of all its peers. While there are too few observations or heartbeats to tell whether one works that hangs,
+it is not dead.
 """
 
 from collections import deque
@@ -204,7 +205,8 @@ class Liveness:
             return f"silent for {now - self.last_heard:.1f} s"
         known_at = now if self._local else self.last_heard
         works = self._works(known_at) if self._cpu_is_progress else self._wait_rate.reaches(WORKING_RATE, known_at)
-        if now > late_at + self._extra_seconds(now, works, short_of_cpu):
+        unknown = self._work_rate.per_second(known_at) is None
+        if now > late_at + self._extra_seconds(now, works, short_of_cpu or unknown):
             return missed if now > due else f"its loop stands still for {self._busy_seconds:.1f} s"
         return ""
 

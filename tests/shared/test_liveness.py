@@ -211,6 +211,17 @@ def test_a_watcher_that_has_hardly_looked_does_not_kill() -> None:
     assert liveness.failure(TIMEOUT + 0.7) == "silent for 2.7 s"
 
 
+def test_one_over_a_network_that_has_hardly_told_how_it_works_is_not_killed() -> None:
+    """PRC-23: its first heartbeats came close together or late, and then it works or does not."""
+    for cpu_seconds, failure in ((0.0, "late"), (0.5, "")):
+        liveness = Liveness(TIMEOUT, 0.0)
+        for now in (0.0, 0.25):
+            liveness.note_heartbeat(ProcessStats(now, cpu_seconds * now, 0.0), now)
+        assert liveness.failure(1.1, due=1.0, missed="late") == ""
+        liveness.note_heartbeat(ProcessStats(1.15, cpu_seconds * 1.15, 0.0), 1.15)
+        assert liveness.failure(1.2, due=1.0, missed="late") == failure
+
+
 def test_a_shortage_is_remembered_for_a_while() -> None:
     shortage = CpuShortage()
     for quarter in range(41):

@@ -39,10 +39,11 @@ from tests.waiting import PATIENCE, until
 
 
 @asynccontextmanager
-async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
+async def stranger(address: str, name: bytes = b"stranger") -> AsyncIterator[zmq.asyncio.Socket]:
+    """Connect to a socket of the scheduler. While a connection of that name ends, the next one goes unheard."""
     context = zmq.asyncio.Context()
     try:
-        with connect(context, address, b"stranger") as (result, _):
+        with connect(context, address, name) as (result, _):
             yield result
     finally:
         context.destroy(linger=0)
@@ -188,17 +189,15 @@ async def test_an_engine_that_has_loaded_another_model_than_the_gateway_gets_no_
 async def test_workers_that_do_not_fit_are_sent_away() -> None:
     async with engine() as system:
         await until(lambda: "is ready" in system.scheduler.log)
-        for changes, said in (
-            ({"world_size": 2}, "rank 0 of 2"),
-            ({"kv_bytes_per_token": 0}, "cannot be"),
+        for name, changes, said in (
+            (b"a", {"world_size": 2}, "rank 0 of 2"),
+            (b"b", {"kv_bytes_per_token": 0}, "cannot be"),
         ):
-            async with stranger(workers(system)) as worker:
+            async with stranger(workers(system), name) as worker:
                 await worker.send(register(**changes))
                 await until(lambda said=said: said in system.scheduler.log)
                 assert await worker.poll(5000)
-        async with stranger(
-            workers(system)
-        ) as worker:  # this worker waits for its turn, and then sends what it must not
+        async with stranger(workers(system), b"c") as worker:  # it waits for its turn, and then sends what it must not
             other = msgspec.structs.replace(ScriptedRunner(Script()).info.model, vocab_size=7)
             await worker.send(register(model=other))
             await until(lambda: system.scheduler.log.count("registered") == 2)

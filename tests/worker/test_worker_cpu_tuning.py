@@ -177,7 +177,7 @@ print(huge, before - held, before - anonymous(), bool(kept.all()) and bool(last.
 def test_large_tensors_are_made_in_huge_pages_and_freed_ones_returned() -> None:
     done = subprocess.run([sys.executable, "-c", HUGE], check=True, capture_output=True, text=True)
     huge, freed, returned, right = done.stdout.split()
-    assert int(huge) > 28 * 2**20  # of 32
+    assert int(huge) >= 24 * 2**20  # of 32; both ends may be in small pages, and the kernel may lack a huge one
     assert int(freed) < 2**20  # steps would have to fetch it from the system again
     assert int(returned) > 56 * 2**20  # of 64
     assert right == "True"
