@@ -67,7 +67,7 @@ def test_blocks_are_pages_that_come_back(llama_2_7b: Path) -> None:
 def test_a_waiting_request_takes_the_place_of_one_that_ends(llama_2_7b: Path) -> None:
     """`ContinuousBatcher`: the batch of two is full, and the third request joins it while the first goes on."""
     lengths = [60, 4, 4]
-    with LLM(model=llama_2_7b, max_num_seqs=2) as llm:
+    with LLM(model=llama_2_7b, max_num_seqs=2, kv_cache_memory=0.05) as llm:
         params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
         outputs = llm.generate(["one", "one two", "one two three"], params)
     long, short, waiting = map(times, outputs)
@@ -154,12 +154,12 @@ def test_tensor_parallelism(llama_2_7b: Path) -> None:
 def test_quantization(packed: tuple[str, Path]) -> None:
     method, folder = packed
 
-    def scores(**settings: str) -> list[float]:
+    def scores(**settings: Any) -> list[float]:
         with LLM(model=folder, **settings) as llm:
             (output,) = llm.generate("Hello, my name is", SamplingParams(max_tokens=1, prompt_logprobs=0))
         return [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:]]
 
-    dequantised = scores(dtype="float32", quantization="none")
+    dequantised = scores(dtype="float32", quantization="none", kv_cache_memory=0.05)
     assert scores(quantization=method) == pytest.approx(dequantised, abs=0.3)
 
 

@@ -45,7 +45,7 @@ def test_a_lack_of_blocks_swaps_requests_out_and_in(llama_2_7b: Path, mode: str)
     settings = {"swap_space": 0.01, "preemption_mode": mode, "dtype": "float32"}
     with LLM(model=llama_2_7b, num_gpu_blocks_override=10, **settings) as llm:
         crowded, found = tokens(llm, prompts, params), figures(llm)
-    with LLM(model=llama_2_7b, **settings) as llm:
+    with LLM(model=llama_2_7b, kv_cache_memory=0.05, **settings) as llm:
         assert crowded == tokens(llm, prompts, params)
     assert found["vllm:num_preemptions"] > 0
     assert (found["quire:swapped_preemptions"] > 0) == (mode == "swap")
@@ -114,7 +114,7 @@ def test_call_vllm_api_server(url: str) -> None:
 def test_short_requests_leave_and_new_ones_join_while_a_long_one_runs(llama_2_7b: Path) -> None:
     """A wants 100 tokens, B, C and D 10. At their last token they leave the batch of four, and E begins."""
     lengths = {"A": 100, "B": 10, "C": 10, "D": 10, "E": 10}
-    with LLM(model=llama_2_7b, max_num_seqs=4) as llm:
+    with LLM(model=llama_2_7b, max_num_seqs=4, kv_cache_memory=0.05) as llm:
         params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths.values()]
         outputs = llm.generate(list(lengths), params)
     a, b, c, d, e = map(times, outputs)
