@@ -35,7 +35,7 @@ help:
 	@echo "make chaos    the whole matrix of faults with real processes, and write benchmarks/results/chaos.md anew; SEED=0"
 	@echo "make lint     linters, types and import rules, without tests"
 	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
-	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
+	@echo "make docs     write the pages of docs/ that are made from the code anew"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill and restart its parts under load"
 	@echo "make kubernetes-test  build the images, and run the pods of deploy/kubernetes on podman, killed under load"
 	@echo "make soak     keep a server under load, kill a part every 20 s, and look for what was lost or leaked; MINUTES=60"

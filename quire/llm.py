@@ -24,6 +24,7 @@ from quire.pending_beams import run_beams
 from quire.pending_request import PendingRequest
 from quire.progress_bar import ProgressBar
 from quire.request_builder import ChatMessage, ChatOptions, Params, PromptOptions, RequestBuilder
+from quire.template_hint import hint_at_template
 from services.gateway.config import GatewayConfig
 from services.gateway.served_model import TextParts
 from services.scheduler.config import SchedulerConfig
@@ -328,4 +329,5 @@ def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm
     except BaseException:
         engine.reset(list(open_requests))
         raise
+    hint_at_template(requests)
     return [request.output() for request in requests]

@@ -10,6 +10,7 @@ from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, To
 from shared.params import SamplingParams
 from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.logprobs import LogprobEntry
+from shared.text.raw_prompts import ended_at_once
 from shared.text.request_text import RequestText
 from shared.text.tokenizer import Tokenizer
 
@@ -17,6 +18,7 @@ from shared.text.tokenizer import Tokenizer
 class PendingRequest:
     """A prompt and its output so far. `prompt` is its text, or None if it was passed as token ids.
 
+    `lacks_template` says that the model has a chat template, and that this prompt was not made by it.
     Times are in seconds of the monotonic clock.
     """
 
@@ -32,6 +34,7 @@ class PendingRequest:
         priority: int = 0,
         cache_salt: str = "",
         adapter: LoRARequest | None = None,
+        lacks_template: bool = False,
     ) -> None:
         self.id = id
         self.adapter = adapter
@@ -42,6 +45,7 @@ class PendingRequest:
         self.sampling = sampling
         self.priority = priority
         self.text = RequestText(tokenizer, self.tokens, params, sampling.stop_token_ids)
+        self._tokenizer, self._lacks_template = tokenizer, lacks_template
         self._logprobs: list[list[TokenDistribution] | FlatLogprobs] = [
             FlatLogprobs() if params.flat_logprobs else [] for _ in self.text.samples
         ]
@@ -72,6 +76,11 @@ class PendingRequest:
         for entry in self.text.samples[row.sample].take_logprobs():
             self._logprobs[row.sample].append(self._distribution(entry) or {})
         return stopped
+
+    @property
+    def seems_to_lack_template(self) -> bool:
+        """Return whether the request has ended as those of chat models do whose prompt lacks the chat template."""
+        return self._lacks_template and ended_at_once(self.tokens, self.text.samples, self.sampling, self._tokenizer)
 
     def output(self) -> RequestOutput:
         """Return the result so far."""

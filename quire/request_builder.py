@@ -254,6 +254,7 @@ class RequestBuilder:
             # no other request has that salt, and so nothing is cached for this one
             cache_salt=secrets.token_hex(16) if params.skip_reading_prefix_cache else prompt.cache_salt,
             adapter=adapter,
+            lacks_template=prompt.format is None and self.template.exists,
         )
 
     def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:

@@ -26,6 +26,7 @@ from quire.vllm_settings import (
     RENAMED,
     RENAMED_VALUES,
     SHORT_FLAGS,
+    VARIABLES,
 )
 from shared.errors import ConfigError
 
@@ -183,15 +184,10 @@ def spell_out(argv: Sequence[str]) -> list[str]:
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return Quire's names and values of the environment variables of vLLM that it knows, as far as they are set."""
-    variables = {}
-    if key := environment.get("VLLM_API_KEY", "").strip():
+    values = {own: environment.get(name, "").strip() for name, own in VARIABLES.items()}
+    variables = {own: value for own, value in values.items() if value}
+    if key := variables.get("QUIRE_API_KEY"):
         variables["QUIRE_API_KEY"] = json.dumps([key])  # which may hold a comma
-    if batch_invariant := environment.get("VLLM_BATCH_INVARIANT", "").strip():
-        variables["QUIRE_BATCH_INVARIANT"] = batch_invariant
-    if dev_mode := environment.get("VLLM_SERVER_DEV_MODE", "").strip():
-        variables["QUIRE_ENABLE_RESET_PREFIX_CACHE"] = dev_mode
-    if updates := environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip():
-        variables["QUIRE_ENABLE_LORA_RUNTIME_UPDATES"] = updates
     return variables
 
 

@@ -51,6 +51,14 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 }
 """vLLM's and Quire's names of a value, by Quire's name of the setting."""
 
+VARIABLES: dict[str, str] = {
+    "VLLM_API_KEY": "QUIRE_API_KEY",
+    "VLLM_BATCH_INVARIANT": "QUIRE_BATCH_INVARIANT",
+    "VLLM_SERVER_DEV_MODE": "QUIRE_ENABLE_RESET_PREFIX_CACHE",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "QUIRE_ENABLE_LORA_RUNTIME_UPDATES",
+}
+"""vLLM's environment variables that are read, and Quire's that they stand for."""
+
 COUNTS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_num_queued_tokens", "max_num_queued_reqs")
 """Settings that may be written as `32k` (32,000) or `32K` (32,768), as in vLLM."""
 

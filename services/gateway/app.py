@@ -71,7 +71,7 @@ def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Applicat
     app[GATEWAY] = gateway
     app.on_response_prepare.extend([middlewares.add_headers, cors.add_headers, ignored_fields.add_header])
     app[ROUTE_PATHS] = {}
-    routes, root_path = _routes(gateway.config), gateway.config.root_path.rstrip("/")
+    routes, root_path = make_routes(gateway.config), gateway.config.root_path.rstrip("/")
     with_keys = bool(gateway.config.api_key)
     app[DESCRIPTION] = Description(routes, version=_version(), root_path=root_path, with_keys=with_keys)
     for root in dict.fromkeys(["", root_path]):
@@ -81,7 +81,7 @@ def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Applicat
     return app
 
 
-def _routes(config: GatewayConfig) -> list[Route]:
+def make_routes(config: GatewayConfig) -> list[Route]:
     """Return the routes, each of which is served with and without --root-path."""
     routes = [
         Route(

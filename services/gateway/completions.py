@@ -90,6 +90,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
                 bad_words=bad_words,
                 cache_salt=salt,
                 adapter=adapter,
+                lacks_template=beams is None and request.echo is not True,  # an echo is not empty
             )
         )
         await asyncio.sleep(0)  # let other requests run in between

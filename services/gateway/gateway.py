@@ -87,6 +87,7 @@ class Gateway(Struct, frozen=True):
         format: MessageFormat | None = None,
         beams: BeamSettings | None = None,
         shows_text: bool = False,  # in the answer, apart from an echo
+        lacks_template: bool = False,  # the model's, if it has one
         field: str = "prompt",  # that has the prompt, for errors
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
@@ -121,6 +122,7 @@ class Gateway(Struct, frozen=True):
             beams=beams,
             text=prompt.text if shows_text else None,
             adapter=adapter,
+            lacks_template=lacks_template and self.model.template.exists,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -18,6 +18,7 @@ from services.gateway.beam_request import BeamRequest
 from services.gateway.gateway import Gateway
 from services.gateway.metrics import EngineMetrics, Metrics, SampleTimes
 from services.gateway.prompt import PreparedPrompt
+from services.gateway.template_hint import hint_at_template
 from services.gateway.tracing import current_trace
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.log_format import of_request
@@ -231,6 +232,7 @@ async def submit(gateway: Gateway, prompt: PreparedPrompt) -> AsyncIterator[Gene
             raise
         else:
             generation.close("abort")
+            hint_at_template(prompt, generation.text.samples, gateway.model.tokenizer)
         finally:
             if gateway.config.enable_log_requests:
                 generation.log_end()

@@ -57,6 +57,7 @@ class PreparedPrompt(Struct, frozen=True):
     beams: BeamSettings | None = None  # of a beam search, whose n best beams are the samples; None: it is none
     text: str | None = None  # that the answer has in a field of its own
     adapter: str = ""  # name of the adapter that it uses; empty: none
+    lacks_template: bool = False  # the model has a chat template, by which a completion's prompt was not made
 
 
 def truncation_of(

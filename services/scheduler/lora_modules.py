@@ -3,7 +3,8 @@
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, brief
+from shared.protocol import MAX_SHORT_TEXT
 
 
 class LoraModule(Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,12 +21,16 @@ class LoraModule(Struct, frozen=True, forbid_unknown_fields=True):
 def parse_lora_modules(values: list[str]) -> list[LoraModule]:
     """Return the adapters in the values of `--lora-modules`: each is NAME=PATH, or a JSON object with name and path.
 
-    Raise `ConfigError` for anything else, and for a name that comes twice.
+    Raise `ConfigError` for anything else, and for a name that is too long or comes twice.
     """
     modules = [_parse(value) for value in values]
     for index, module in enumerate(modules):
         if not module.name or not module.path:
             raise ConfigError(f"--lora-modules {values[index]}: an adapter needs a name and a path")
+        if max(len(module.name), len(module.path)) > MAX_SHORT_TEXT:  # which no message to or from an engine can carry
+            raise ConfigError(
+                f"--lora-modules {brief(values[index])}: names and paths have at most {MAX_SHORT_TEXT} characters"
+            )
         if any(module.name == other.name for other in modules[:index]):
             raise ConfigError(f"--lora-modules names {module.name!r} twice")
     return modules

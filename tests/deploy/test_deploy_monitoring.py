@@ -26,6 +26,8 @@ DATASOURCE: dict[str, Any] = yaml.safe_load(
     (ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text()
 )
 
+SNAPSHOT = Snapshot(max_loras=1)  # with it all metrics are there
+
 
 def samples(exposition: bytes) -> set[str]:
     """Return the names of Quire's metrics in an exposition, as queries write them."""
@@ -35,7 +37,7 @@ def samples(exposition: bytes) -> set[str]:
 
 
 def of_scheduler() -> set[str]:
-    collector = EngineCollector(lambda: "model", lambda: {"0": Snapshot()})
+    collector = EngineCollector(lambda: "model", lambda: {"0": SNAPSHOT})
     return samples(generate_latest(registry(collector)))
 
 
@@ -47,7 +49,7 @@ def of_scheduler_alone() -> set[str]:
 def of_gateway() -> set[str]:
     losses = EngineLosses()
     losses.init_labels("0")
-    metrics = Metrics("model", lambda: {"0": Snapshot()}, losses.all)
+    metrics = Metrics("model", lambda: {"0": SNAPSHOT}, losses.all)
     metrics.engine("0")
     metrics.count_response("/v1/models", 200)
     return samples(metrics.render()[0])
@@ -99,6 +101,7 @@ def test_the_dashboard_shows_what_operators_ask_for() -> None:
         "inexact_resumes_total",
         "request_recovery_seconds_bucket",
         "worker_recovery_seconds_bucket",
+        "lora_requests_info",
     ):
         assert name in text
 
@@ -132,11 +135,15 @@ def test_panels_do_not_cover_each_other() -> None:
 
 
 class FakePrometheus:
-    """Answers every query with `number`, and those of losses with `of_losses`. None: there are no such series."""
+    """Answers every query with `number`, those of losses with `of_losses`, and those of adapters with nothing.
+
+    None: there are no such series.
+    """
 
     def __init__(self, number: str | None, of_losses: str | None) -> None:
         def answer(query: str) -> bytes:
             value = of_losses if re.search("_(detection|recovery)_seconds_bucket", query) else number
+            value = None if "lora_requests_info" in query else value
             result = [] if value is None else [{"metric": {}, "value": [0, value]}]
             return json.dumps({"data": {"result": result}}).encode()
 

@@ -40,6 +40,8 @@ OTHERS_FLAGS = {
     *("--durations", "--timeout"),  # pytest's
     *("--enable-prompt-tokens-details", "--api-server-count"),  # vLLM's
 }
+OTHERS_MODULES = {"vllm.entrypoints.openai.api_server"}
+"""What another project's page would start by `python -m`."""
 
 
 def problems(text: str, folder: Path) -> list[str]:
@@ -102,7 +104,7 @@ def _broken_commands(snippet: str) -> Iterator[str]:
             if target not in make_targets():
                 yield f"no such target: make {target}"
         for module in re.findall(r"\bpython3? -m ([\w.]+)", line):
-            if not _runs_as_module(module):
+            if module not in OTHERS_MODULES and not _runs_as_module(module):
                 yield f"no such module: python -m {module}"
         if command := re.search(r"(?:^|/bin/|&& )quire ((?:bench )?[a-z]+)\b(.*)", line.strip()):
             flags = COMMANDS.get(command[1])

@@ -48,7 +48,7 @@ def tokens(llm: LLM, prompts: Any, **options: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_the_guides_example_runs(
+def test_adapters_have_the_names_of_their_folders(
     folder: Path, adapters: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(adapters)

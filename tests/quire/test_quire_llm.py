@@ -53,18 +53,6 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
     assert all(output.finished for output in outputs)
 
 
-def test_the_guides_first_example(folder: Path) -> None:
-    llm = LLM(model=str(folder), tensor_parallel_size=1, dtype="half", enforce_eager=True, kv_cache_memory=0.05)
-    sampling_params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop=["User:", "\n###"])
-    outputs = llm.generate(
-        ["Explain quantum computing in simple terms.", "What are the benefits of exercise?"], sampling_params
-    )
-    for output in outputs:
-        assert output.prompt
-        assert output.outputs[0].finish_reason in ("stop", "length")
-    llm.close()
-
-
 def test_it_continues_as_transformers_does(llm: LLM, folder: Path) -> None:
     model = OPTForCausalLM.from_pretrained(folder)
     ids = llm.tokenizer.encode(PROMPTS[0])

@@ -84,6 +84,7 @@ def test_an_adapter_that_does_not_fit_ends_the_start(folder: Path, adapters: Pat
     [
         ({"lora_modules": ["a=/a"]}, "--lora-modules needs --enable-lora"),
         ({"lora_modules": ["a"], "enable_lora": "true"}, "must be NAME=PATH"),
+        ({"lora_modules": ["a" * 4097 + "=/a"], "enable_lora": "true"}, "at most 4096 characters"),
         ({"lora_modules": ["m=/a"], "enable_lora": "true"}, "'m' is a name of the model itself"),
         (
             {"lora_modules": ['{"name": "a", "path": "/a", "base_model_name": "other"}'], "enable_lora": "true"},

@@ -11,6 +11,7 @@ from services.scheduler.lora_modules import LoraModule, parse_lora_modules
 from services.scheduler.registration import incompatibility
 from shared.errors import ConfigError
 from shared.protocol import (
+    MAX_SHORT_TEXT,
     AdapterAnswer,
     AdapterInfo,
     AdapterLoaded,
@@ -31,6 +32,7 @@ from tests.scheduler.examples import REGISTER, submit
 from tests.scheduler.scheduler_harness import GOOD, SPARE, WORKER, SchedulerHarness
 
 WITH_ADAPTERS = replace(REGISTER, max_loras=1, max_cpu_loras=2)
+TOO_LONG = "a" * (MAX_SHORT_TEXT + 1)
 
 
 class AdapterHarness(SchedulerHarness):
@@ -233,6 +235,11 @@ def test_lora_modules_come_in_vllms_forms() -> None:
     assert parse_lora_modules(values) == [LoraModule("a", "/x=y"), LoraModule("b", "org/repo")]
 
 
+def test_the_longest_names_that_messages_carry_are_taken() -> None:
+    name = "a" * MAX_SHORT_TEXT
+    assert parse_lora_modules([f"{name}={name}"]) == [LoraModule(name, name)]
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -243,6 +250,8 @@ def test_lora_modules_come_in_vllms_forms() -> None:
         (['{"name": "a"}'], "missing required field `path`"),
         (['{"name": "a", "path": "b", "rank": 4}'], "unknown field `rank`"),
         (["{"], "--lora-modules {"),
+        ([f"{TOO_LONG}=/a"], "names and paths have at most 4096 characters"),
+        ([f"a=/{TOO_LONG}"], "names and paths have at most 4096 characters"),
     ],
 )
 def test_other_lora_modules_are_refused(values: list[str], words: str) -> None:
