@@ -64,6 +64,7 @@ from shared.transport import (
     new_identity,
     only_frame,
     printable_identity,
+    receive_frames,
 )
 
 logger = logging.getLogger(__name__)
@@ -391,7 +392,7 @@ class EngineConnection:
             if self._socket is None or not has_message(self._socket):
                 return False
             try:
-                if body := only_frame(self._socket.recv_multipart(zmq.NOBLOCK)):
+                if body := only_frame(receive_frames(self._socket)):
                     self._handle(decode_to_gateway(body))
             except ProtocolError as error:
                 logger.error("engine at %s: %s", self.address, error)

@@ -387,13 +387,11 @@ class EngineRequest:
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:
         """Return a row without those of the prompt's log-probabilities that an earlier engine has sent."""
-        logprobs = row.prompt_logprobs or []
-        if self._skip_prompt_logprobs:
-            known = min(self._skip_prompt_logprobs, len(logprobs))
+        if row.prompt_logprobs and self._skip_prompt_logprobs:
+            known = min(self._skip_prompt_logprobs, len(row.prompt_logprobs))
             self._skip_prompt_logprobs -= known
-            logprobs = logprobs[known:]
-            row = replace(row, prompt_logprobs=logprobs or None)
-        self._num_prompt_logprobs += len(logprobs)
+            row = replace(row, prompt_logprobs=row.prompt_logprobs[known:] or None)
+        self._num_prompt_logprobs += len(row.prompt_logprobs or ())
         return row
 
     def _continued(self, row: ProgressRow, sample: _Sample) -> ProgressRow:
