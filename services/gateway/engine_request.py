@@ -138,6 +138,7 @@ class EngineRequest:
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter  # its name; empty: it uses none
+        self.adapter_digest: str = after.adapter_digest if after else ""  # of the files with which the output began
         self.arrival: float = after.arrival if after else time.time()
         self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -383,6 +384,7 @@ class EngineRequest:
             suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
             cache_salt=self.cache_salt,
             adapter=self.adapter,
+            adapter_digest=self.adapter_digest if self.has_output else "",
         )
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:

@@ -11,7 +11,17 @@ from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
 from services.scheduler.core.adapters import MAX_ADAPTERS, Adapter, Adapters
-from shared.protocol import MAX_FRAME, MAX_SHORT_TEXT, AdapterInfo, FinishReason, Refusal, Refused
+from shared.protocol import (
+    MAX_FRAME,
+    MAX_SHORT_TEXT,
+    AdapterInfo,
+    FinishReason,
+    Refusal,
+    Refused,
+    Sampling,
+    Submit,
+    pack_tokens,
+)
 
 PATH_MAX = 4096
 """Linux's maximum number of bytes of a path."""
@@ -220,6 +230,23 @@ def test_a_request_that_names_no_adapter_of_this_engine_is_refused() -> None:
     engine.remove_adapter("a")
     assert isinstance(engine.submit(_prompt(4), 4, adapter="a"), Refused)
     assert engine.remove_adapter("a") == "there is no adapter 'a'"
+
+
+def test_output_goes_on_only_with_the_files_that_computed_it() -> None:
+    """A gateway may not know yet that an adapter has been replaced since its last engine died."""
+    engine = _engine("a")
+    (info,) = engine.core.adapters
+    refusals = [
+        engine.core.submit(
+            Submit(id, pack_tokens([1, 2, 3]), 2, Sampling(4, 0), adapter="a", adapter_digest=digest), engine.now
+        )
+        for id, digest in enumerate(("", info.digest, "others"))
+    ]
+    assert refusals == [
+        None,
+        None,
+        Refused(2, Refusal.UNKNOWN_ADAPTER, "there is no adapter 'a' of the files that have computed the output"),
+    ]
 
 
 def test_requests_of_a_removed_adapter_go_on_with_it_through_a_workers_death() -> None:

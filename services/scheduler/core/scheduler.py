@@ -184,7 +184,7 @@ class Scheduler:
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not. `request.id` must be unique over the life of the core."""
         self._now = now
-        adapter = self._adapters.find(request.adapter) if request.adapter else None
+        adapter = self._adapters.find(request.adapter, request.adapter_digest) if request.adapter else None
         load = Load(
             waiting=self._queues.num_waiting,
             waiting_tokens=self._queues.waiting_tokens,
