@@ -222,6 +222,29 @@ def test_samples_that_a_fork_starts_use_the_adapter_of_their_parent() -> None:
     assert engine.events["forks"] == 2
 
 
+def test_a_plan_looks_once_at_all_that_lack_the_same_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may wait for an adapter, in front of others that could run."""
+    engine = _engine("a", "b")
+    engine.accept(_prompt(10), 100, adapter="a")
+    engine.step()
+    for _ in range(30):
+        engine.accept(_prompt(4), 4, adapter="b")
+    last = engine.accept(_prompt(4), 4)
+    looked_at: list[Adapter | None] = []
+    is_available = Adapters.is_available
+
+    def note(self: Adapters, adapter: Adapter | None, *, claimed: bool) -> bool:
+        looked_at.append(adapter)
+        return is_available(self, adapter, claimed=claimed)
+
+    monkeypatch.setattr(Adapters, "is_available", note)
+    engine.step()
+    assert [None if adapter is None else adapter.name for adapter in looked_at] == ["b", None]
+    engine.run(300)
+    assert _finish_reason(engine, last) is FinishReason.LENGTH
+    engine.check_finished()
+
+
 def test_a_request_that_names_no_adapter_of_this_engine_is_refused() -> None:
     engine = _engine("a")
     refused = engine.submit(_prompt(4), 4, adapter="b")
