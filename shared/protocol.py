@@ -206,6 +206,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     suspicion: Suspicion = Suspicion()  # of its first sample, as the last engine reported it
     cache_salt: CacheSalt = ""  # it shares cached blocks only with requests that have the same
     adapter: ShortText = ""  # the name of the adapter that it uses; empty: none
+    adapter_digest: ShortText = ""  # of that adapter's files, if there is output; empty: any of that name
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):

@@ -84,7 +84,6 @@ class Backend:
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._will_place = False  # whether `_place_waiting` is to run in the next turn of the event loop
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
-        self._digests: dict[EngineRequest, str] = {}  # of the adapters that computed the output so far
         self.losses = EngineLosses()  # metrics of lost engines, and of what engines sent in vain
 
     async def __aenter__(self) -> "Backend":
@@ -219,8 +218,6 @@ class Backend:
         request = EngineRequest(
             tokens, sampling, **options, on_unplaced=self._wait_for_engine, on_first_token=self._note_computed
         )
-        if after is not None and after in self._digests:
-            self._digests[request] = self._digests[after]
         if (engine := self._choose(request, after=after)) is not None:
             self._place(request, engine)
         elif len(self._waiting) >= MAX_WAITING and not request.accepted:
@@ -233,7 +230,6 @@ class Backend:
         """Abort the unfinished samples of a request, and forget it."""
         self._waiting.pop(request, None)
         self._fingerprints.pop(request, None)
-        self._digests.pop(request, None)
         self._note_computed(request)
         for connection in self._connections:
             connection.release(request)
@@ -280,7 +276,7 @@ class Backend:
     def _place(self, request: EngineRequest, engine: EngineConnection) -> None:
         fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
         if request.adapter in engine.adapters and not request.has_output:
-            self._digests[request] = engine.adapters[request.adapter].digest
+            request.adapter_digest = engine.adapters[request.adapter].digest
         before = self._fingerprints.get(request)
         if before is None:
             self._fingerprints[request] = fingerprint
@@ -383,8 +379,8 @@ class Backend:
             return True
         if not engine.has_adapter(request.adapter):
             return False
-        digest = self._digests.get(request) if request.has_output else None
-        return digest is None or digest == engine.adapters[request.adapter].digest
+        digest = request.adapter_digest if request.has_output else ""
+        return digest in ("", engine.adapters[request.adapter].digest)
 
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
         """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.

@@ -6,7 +6,7 @@ other requests do. They take the first one's place in the queue, and only that o
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 from services.gateway.backend import Backend, EngineRequest
@@ -60,6 +60,11 @@ class BeamRequest:
             self._results = self._pieces()
         await asyncio.sleep(0)  # making text of a piece takes milliseconds
         return [next(self._results)]
+
+    async def follow(self, take: Callable[[list[ProgressRow]], bool]) -> None:
+        """Pass rows to `take`, until it returns false."""
+        while take(await self.rows()):
+            pass
 
     def abort(self, sample: int) -> None:
         """Do nothing: when a beam is known, it has ended."""

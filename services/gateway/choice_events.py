@@ -37,6 +37,7 @@ class ChoiceEvents:
 
     def __init__(self, encoder: ChunkEncoder, options: StreamOptions | None, *, all_usage: bool) -> None:
         self._encoder = encoder
+        self._head = b"data: " + encoder.prefix
         self._generations: Sequence[Generation] = ()
         self._streamed_usage = StreamedUsage([])
         options = ALL_USAGE if all_usage else options or StreamOptions()
@@ -67,7 +68,7 @@ class ChoiceEvents:
         if not self._with_usage:
             return DONE
         total = msgspec.json.encode(usage(self._generations))
-        return b"data: " + self._encoder.prefix + b'],"usage":' + total + b"}\n\n" + DONE
+        return self._head + b'],"usage":' + total + b"}\n\n" + DONE
 
     def fail(self, error: ApiError) -> bytes:
         return b"data: " + errors.error_body(error) + b"\n\n" + DONE
@@ -77,4 +78,4 @@ class ChoiceEvents:
             return b""
         if self._usage_in_chunks:
             fields += b',"usage":' + msgspec.json.encode(self._streamed_usage.now())
-        return b"data: " + self._encoder.prefix + choice + b"]" + fields + b"}\n\n"
+        return b"".join((self._head, choice, b"]", fields, b"}\n\n"))

@@ -230,8 +230,11 @@ class _ChunkEncoder:
         sample, prompt = generation.text.samples[update.sample], generation.prompt
         echo_logprobs = None if index in self._begun else self._echo_logprobs[index // prompt.params.n]
         text = to_json(update.text if echo_logprobs is None else (prompt.echo or "") + update.text)
-        logprobs = to_json(_logprobs(generation, update.logprobs, echo_logprobs, self._as_ids))
-        ids = self._ids(index, generation, sample)
+        logprobs, ids = b"null", b""
+        if prompt.params.logprobs is not None:
+            logprobs = to_json(_logprobs(generation, update.logprobs, echo_logprobs, self._as_ids))
+        if self._token_ids is not None:
+            ids = self._ids(index, generation, sample)
         self._begun.add(index)
         if sample.finish_reason is None:
             return _MIDDLE % (index, text, logprobs, ids)

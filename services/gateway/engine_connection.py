@@ -64,6 +64,7 @@ from shared.transport import (
     new_identity,
     only_frame,
     printable_identity,
+    receive_frames,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class EngineConnection:
         self._num_added = 0  # samples submitted since then, less those of requests that have ended since then
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
+        self._with_rows: list[EngineRequest] = []  # that the present read has found
         self._resets: dict[int, asyncio.Future[None]] = {}  # of the prefix cache, which the engine has not confirmed
         self._adapter_answers: dict[int, asyncio.Future[str]] = {}  # errors, that the engine has not answered yet
         self._restored: dict[int, AdapterInfo] = {}  # by the ids of the messages that load them again
@@ -374,12 +376,23 @@ class EngineConnection:
         self._read_from_loop()
 
     def _read(self) -> bool:
-        """Handle the messages that have come, up to a bound. Return whether more are read in the loop's next turn."""
+        """Handle the messages that have come, up to a bound. Return whether more are read in the loop's next turn.
+
+        Each request gets the rows of all of them at once.
+        """
+        try:
+            return self._read_messages()
+        finally:
+            requests, self._with_rows = self._with_rows, []
+            for request in requests:
+                request.deliver()
+
+    def _read_messages(self) -> bool:
         for _ in range(MAX_MESSAGES):
             if self._socket is None or not has_message(self._socket):
                 return False
             try:
-                if body := only_frame(self._socket.recv_multipart(zmq.NOBLOCK)):
+                if body := only_frame(receive_frames(self._socket)):
                     self._handle(decode_to_gateway(body))
             except ProtocolError as error:
                 logger.error("engine at %s: %s", self.address, error)
@@ -397,9 +410,11 @@ class EngineConnection:
         self._liveness.note_message(now)
         match message:
             case Progress():
+                requests, with_rows = self._requests, self._with_rows
                 for row in message.rows:
-                    if (request := self._find(row.id)) is not None:
+                    if (request := requests.get(row.id) or self._find(row.id)) is not None:
                         request.add(row)
+                        with_rows.append(request)
             case Accepted():
                 for id in message.ids:
                     if (request := self._find(id)) is not None:

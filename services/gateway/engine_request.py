@@ -107,7 +107,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class EngineRequest:
-    """A request of `n` samples. Connections add rows, and one task reads them.
+    """A request of `n` samples. Connections add rows, and one task reads or follows them.
 
     `on_unplaced` is called when samples are at no engine any more and the request has not ended, `on_first_token` when
     the first token of any sample has come.
@@ -138,6 +138,7 @@ class EngineRequest:
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter  # its name; empty: it uses none
+        self.adapter_digest: str = after.adapter_digest if after else ""  # of the files with which the output began
         self.arrival: float = after.arrival if after else time.time()
         self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -159,6 +160,7 @@ class EngineRequest:
         self._error: QuireError | None = None
         self._loop = asyncio.get_running_loop()  # kept, since get_running_loop is a system call
         self._waiter: asyncio.Future[None] | None = None  # the reader waits on it
+        self._take: Callable[[list[ProgressRow]], bool] | None = None  # of the reader, if it follows
 
     def __repr__(self) -> str:
         outputs = {index: len(sample.output) for index, sample in self._samples.items()}
@@ -224,6 +226,37 @@ class EngineRequest:
         rows, self._rows = self._rows, []
         return rows
 
+    async def follow(self, take: Callable[[list[ProgressRow]], bool]) -> None:
+        """Pass rows to `take` as they come, until it returns false. Raise what `rows` and `take` raise.
+
+        `deliver` calls it, so that no task is woken for a row.
+        """
+        self._take, self._waiter = take, self._loop.create_future()
+        try:
+            self.deliver()
+            await self._waiter
+        finally:
+            self._take = None
+
+    def deliver(self) -> None:
+        """Give the reader the rows that have come, and then the error. Call this after `add`, once for several rows."""
+        take, waiter = self._take, self._waiter
+        if waiter is None or waiter.done():
+            return
+        if take is None:
+            waiter.set_result(None)
+            return
+        rows, self._rows = self._rows, []
+        try:
+            goes_on = not rows or take(rows)
+            if goes_on and self._error is not None:
+                raise self._error
+        except Exception as error:
+            waiter.set_exception(error)
+        else:
+            if not goes_on:
+                waiter.set_result(None)
+
     def abort(self, sample: int) -> None:
         """End one sample, and drop its rows. Idempotent."""
         if sample in self._samples and self._error is None:
@@ -275,45 +308,46 @@ class EngineRequest:
     def accept(self) -> None:
         """Note that the engine has queued the request."""
         self.accepted, self.waiting_since = True, None
-        self._wake()
+        self.deliver()
 
     def add(self, row: ProgressRow) -> None:
-        """Keep a row for the reader, unless the sample has ended or its tokens have come before."""
+        """Keep a row for `deliver`, unless the sample has ended or its tokens have come before."""
         sample = self._samples.get(row.sample)
         if sample is None or self._error is not None:
             return
         if row.scheduling is not None:
             sample.note_scheduling(row.scheduling)
-        if row.finish_reason is FinishReason.ABORT:  # not by this gateway: the engine ends
+        reason = row.finish_reason
+        if reason is not None and reason is FinishReason.ABORT:  # not by this gateway: the engine ends
             self._take_from_attempt(row.sample)
             self._interrupt("it has ended")
             self._report_unplaced()
             return
-        num_received = len(sample.output)
-        if row.tokens and row.position < num_received:
+        tokens, num_received = row.tokens, len(sample.output)
+        if tokens and row.position != num_received:
+            if row.position > num_received:
+                self._abandon(f"tokens {num_received} to {row.position - 1} of the output were lost")
             return
-        if row.tokens and row.position > num_received:
-            self._abandon(f"tokens {num_received} to {row.position - 1} of the output were lost")
-            return
-        if num_received + len(row.tokens) > self._sampling.max_tokens:  # no engine can fill this process's memory
+        if num_received + len(tokens) > self._sampling.max_tokens:  # no engine can fill this process's memory
             self._abandon(f"the engine sent more than the {self._sampling.max_tokens} tokens that it was asked for")
             return
-        row = self._without_known_logprobs(row)
-        if not (row.tokens or row.prompt_logprobs or row.finish_reason):  # nothing for which to wake the reader
+        if row.prompt_logprobs:
+            row = self._without_known_logprobs(row)
+        if not (tokens or row.prompt_logprobs or reason):  # nothing for which to wake the reader
             return
-        row = self._continued(row, sample)
-        is_first = not any(self.outputs)
-        sample.output.extend(row.tokens)
-        if is_first and row.tokens:
+        if row.scheduling is not None or row.cached_tokens != sample.cached_tokens or sample.has_news:
+            row = self._continued(row, sample)
+        is_first = not num_received and tokens and not any(self.outputs)
+        sample.output.extend(tokens)
+        if is_first:
             self._on_first_token(self)
         if self.interruptions:
             self._end_interruptions(row)
-        if row.finish_reason is not None:
+        if reason is not None:
             del self._samples[row.sample]
             self._take_from_attempt(row.sample)
         self.accepted, self.waiting_since, self.num_losses = True, None, 0
         self._rows.append(row)
-        self._wake()
 
     def refuse(self, error: QuireError) -> None:
         """End the request with `error`, since no engine takes it. If one has accepted it before, that is a failure."""
@@ -323,7 +357,7 @@ class EngineRequest:
         """End the request with `error`, which the reader gets after the rows that have come. Idempotent."""
         if not self.done:
             self._error = error
-            self._wake()
+            self.deliver()
 
     def _abandon(self, reason: str) -> None:
         """Abort everything, and fail, since the engine cannot be right."""
@@ -350,6 +384,7 @@ class EngineRequest:
             suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
             cache_salt=self.cache_salt,
             adapter=self.adapter,
+            adapter_digest=self.adapter_digest if self.has_output else "",
         )
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:
@@ -401,10 +436,6 @@ class EngineRequest:
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
         await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _weight(suspicion: Suspicion) -> tuple[int, int]:

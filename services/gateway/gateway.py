@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 from msgspec import Struct
 
@@ -12,6 +13,7 @@ from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
 from services.gateway.prompt import PreparedPrompt, TokenizedPrompt
 from services.gateway.served_model import ServedModel
+from services.gateway.stream_writes import StreamWrites
 from shared.beam_params import BeamSettings
 from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
@@ -27,6 +29,7 @@ class Gateway(Struct, frozen=True):
     backend: Backend
     metrics: Metrics
     lifecycle: Lifecycle
+    stream_writes: StreamWrites = msgspec.field(default_factory=StreamWrites)
 
     def check_ready(self, num_engines: int = 1) -> None:
         """Raise `Unavailable`, with the reason, unless requests can make progress at `num_engines` engines.

@@ -6,8 +6,8 @@ engine, and each sample is recorded in the metrics once.
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import cached_property
 
 from msgspec import Struct
@@ -26,6 +26,7 @@ from shared.protocol import NOTHING_LEFT, FinishReason, ProgressRow
 from shared.text.logprobs import LogprobEntry
 from shared.text.message_parser import MessageParser
 from shared.text.request_text import RequestText
+from shared.text.sample_text import SampleText
 from shared.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,30 +111,33 @@ class Generation:
         Raise `Overloaded`, `InvalidRequest` or `Unavailable` if the engine refuses, `EngineFailure` if it fails, and
         `InvalidRequest` if the request leaves an output no token.
         """
-        try:
+        with self._noting_refusals():
             rows = await self._request.rows()
-        except REFUSALS:
-            self._refused = True
-            raise
+        return self.read(rows)
+
+    async def follow(self, take: Callable[[list[ProgressRow]], bool]) -> None:
+        """Pass rows to `take` as they come, which has to `read` them, until it returns false. Raise as `updates`."""
+        with self._noting_refusals():
+            await self._request.follow(take)
+
+    def read(self, rows: list[ProgressRow]) -> list[Update]:
+        """Return what `updates` returns for rows that have come together."""
         now = time.monotonic()
         if self._request.recoveries:
             self._record_recoveries()
-        samples = self.text.samples
-        texts: dict[int, str] = {}
+        samples, updates = self.text.samples, []
         for row in rows:
-            if samples[row.sample].finish_reason is None:  # otherwise a stop string came before this row
-                texts[row.sample] = texts.get(row.sample, "") + self._apply(row, now)
-        return [
-            Update(index, text, samples[index].take_logprobs())
-            for index, text in texts.items()
-            if text or samples[index].finish_reason is not None
-        ]
+            sample = samples[row.sample]
+            if sample.finish_reason is not None:  # a stop string came before this row
+                continue
+            text = self._apply(row, sample, now)
+            if text or sample.finish_reason is not None:
+                updates.append(Update(row.sample, text, sample.take_logprobs()))
+        return updates if len(updates) < 2 else _merge_by_sample(updates)
 
     async def finish(self) -> None:
         """Run to the end, and collect the log-probabilities."""
-        while not self.text.finished:
-            for update in await self.updates():
-                self.logprobs[update.sample] += update.logprobs
+        await self.follow(self._collect)
 
     def close(self, reason: str) -> None:
         """Record the unfinished samples, with `reason`.
@@ -176,19 +180,26 @@ class Generation:
             extra=of_request(self.prompt.request_id),
         )
 
-    def _apply(self, row: ProgressRow, now: float) -> str:
+    @contextmanager
+    def _noting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except REFUSALS:
+            self._refused = True
+            raise
+
+    def _collect(self, rows: list[ProgressRow]) -> bool:
+        for update in self.read(rows):
+            self.logprobs[update.sample] += update.logprobs
+        return not self.text.finished
+
+    def _apply(self, row: ProgressRow, sample: SampleText, now: float) -> str:
         """Return the text that a row adds to its sample. Raise as `updates` does if the row says so."""
-        sample, times = self.text.samples[row.sample], self._times[row.sample]
+        times = self._times[row.sample]
         if row.scheduling is not None:
             times.scheduling = row.scheduling
-        if row.finish_reason is FinishReason.ERROR and row.detail == NOTHING_LEFT:
-            raise InvalidRequest(NOTHING_LEFT)
-        if row.finish_reason is FinishReason.ERROR:
-            raise EngineFailure(row.detail or "the engine ended this request")
-        if (
-            row.finish_reason is FinishReason.ABORT
-        ):  # not by this gateway, which drops the rows of samples that it aborts
-            raise Unavailable("the engine was shut down")
+        if row.finish_reason is not None:
+            _check_end(row.finish_reason, row.detail)
         num_before = len(sample.token_ids)
         text, stopped = self.text.apply(row)
         self._engine_metrics.record_tokens(times, len(sample.token_ids) - num_before, now)
@@ -254,6 +265,23 @@ def _submission(
         cache_salt=prompt.cache_salt,
         adapter=prompt.adapter,
     )
+
+
+def _merge_by_sample(updates: Sequence[Update]) -> list[Update]:
+    by_sample: dict[int, list[Update]] = {}
+    for update in updates:
+        by_sample.setdefault(update.sample, []).append(update)
+    return [merge(several) for several in by_sample.values()]
+
+
+def _check_end(reason: FinishReason, detail: str) -> None:
+    """Raise an error if the engine did not end a sample because its output is complete."""
+    if reason is FinishReason.ERROR and detail == NOTHING_LEFT:
+        raise InvalidRequest(NOTHING_LEFT)
+    if reason is FinishReason.ERROR:
+        raise EngineFailure(detail or "the engine ended this request")
+    if reason is FinishReason.ABORT:  # not by this gateway, which drops the rows of samples that it aborts
+        raise Unavailable("the engine was shut down")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ A scrape of a port that several gateways share reaches any of them. So they keep
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
@@ -31,6 +32,9 @@ ITL_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.
 TIME_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 N_BUCKETS = (1, 2, 5, 10, 20)
+FLUSH_INTERVAL = 0.25
+"""Seconds after which figures of single tokens are shown at the latest, while more come; also by other gateways."""
+
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
 
@@ -63,13 +67,14 @@ class EngineMetrics:
         self.finished = {reason: families.finished.labels(*labels, reason) for reason in FINISH_REASONS}
         (
             self.ttft,
-            self.inter_token_latency,
+            inter_token_latency,
             self.time_per_output_token,
             self.e2e_latency,
             self.decode_time,
             self.prompt_tokens,
             self.generation_tokens,
         ) = (histogram.labels(*labels) for histogram in families.of_samples)
+        self._latencies = _TokenHistogram(inter_token_latency)
         self.recovery = families.recovery.labels(*labels)
         self.queue_time, self.prefill_time, self.inference_time, self.num_preemptions = (
             histogram.labels(*labels) for histogram in families.of_admitted_samples
@@ -82,16 +87,21 @@ class EngineMetrics:
         """Record that `count` tokens of a sample have come. The time since the last one is divided among them."""
         if not count:
             return
-        if times.first_token is None or times.last_token is None:
+        if times.last_token is None:
             times.first_token = times.last_token = now
             self.ttft.observe(now - times.arrived)
             count -= 1
-        for _ in range(count):
-            self.inter_token_latency.observe((now - times.last_token) / count)
+        if count:
+            self._latencies.observe((now - times.last_token) / count, count, now)
         times.last_token = now
+
+    def flush(self) -> None:
+        """Have the library's metrics show everything that was recorded."""
+        self._latencies.flush()
 
     def record_sample(self, times: SampleTimes, reason: str, num_prompt: int, num_output: int, now: float) -> None:
         """Record the end of a sample, with the number of tokens of its prompt and of its output."""
+        self.flush()
         self.finished[reason].inc()
         self.e2e_latency.observe(now - times.arrived)
         self.prompt_tokens.observe(num_prompt)
@@ -207,7 +217,39 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus' text format, and its content type."""
+        for engine in self._engines.values():
+            engine.flush()
         return exposition(self._registry)
+
+
+class _TokenHistogram:
+    """Observes values for each token, and hands them on to a histogram of the library together, some times a second.
+
+    The library takes as long for one as text and JSON of a token together.
+    """
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._bounds = histogram._upper_bounds
+        self._counts = [0] * len(self._bounds)  # by bucket
+        self._sum = 0.0
+        self._flush_due = 0.0
+
+    def observe(self, value: float, count: int, now: float) -> None:
+        """Observe a value `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+        if now >= self._flush_due:
+            self._flush_due = now + FLUSH_INTERVAL
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on what was observed."""
+        for bucket, count in zip(self._histogram._buckets, self._counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._histogram._sum.inc(self._sum)
+        self._counts, self._sum = [0] * len(self._bounds), 0.0
 
 
 class _Families:

@@ -56,7 +56,15 @@ from shared.protocol import (
     decode_to_worker,
     encode,
 )
-from shared.transport import MAX_REFUSED_DELAY, Monitor, connect, new_identity, only_frame, printable_identity
+from shared.transport import (
+    MAX_REFUSED_DELAY,
+    Monitor,
+    connect,
+    new_identity,
+    only_frame,
+    printable_identity,
+    receive_frames,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +254,7 @@ class _Connection:
     def _handle_message(
         self, socket: "zmq.Socket[bytes]", waiter: ResultWaiter, loader: AdapterLoader
     ) -> CloseReason | None:
-        frames = socket.recv_multipart()
+        frames = receive_frames(socket)
         try:
             if not (body := only_frame(frames)):
                 return None

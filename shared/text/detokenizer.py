@@ -69,7 +69,10 @@ class Detokenizer:
         if not piece:
             return ""
         self._held_is_hidden = False
-        text, self._held = decode_utf8(self._held + piece)
+        if not self._held and piece.isascii():
+            text = piece.decode()
+        else:
+            text, self._held = decode_utf8(self._held + piece)
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:

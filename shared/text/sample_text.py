@@ -55,6 +55,7 @@ class SampleText:
         self._offsets: list[int] = []  # characters before each token
         self.finish_reason: str | None = None  # a value of `FinishReason`, or "repetition"
         self.stop_reason: str | int | None = None  # a stop string, or an id of the user's `stop_token_ids`
+        self._decodes = params.detokenize
         self._spelling = tokenizer if params.detokenize else None  # of the tokens in log-probabilities
         self._params = params
         self._stops = params.stop_strings
@@ -106,23 +107,26 @@ class SampleText:
         Tokens after a stop string or a repetition are dropped.
         """
         shown = ""
+        last = -1 if finish_reason is None else len(tokens) - 1  # the index of the sequence's last token
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
-                return shown
+                break
             self._offsets.append(self._num_decoded)
             self.token_ids.append(token)
             if logprobs is not None:
                 self._pending.append(self._pending_logprobs(token, logprobs[index]))
-            is_last = finish_reason is not None and index == len(tokens) - 1
-            stops = is_last and finish_reason is FinishReason.STOP
-            if self._params.detokenize and not (stops and self._hides(token)):
+            stops = index == last and finish_reason is FinishReason.STOP
+            if self._decodes and not (stops and self._hides(token)):
                 shown += self._push(self._detokenizer.push(token))
             if token in self._hidden_stops and self._may_match and not stops:
                 shown += self._finish(FinishReason.STOP.value, self._hidden_stops[token])
-            if self._repetition is not None and self._repeats(token) and not is_last:
+            if self._repetition is not None and self._repeats(token) and index != last:
                 shown += self._finish(FINISH_REASON, STOP_REASON)
         if finish_reason is not None and self.finish_reason is None:
             shown += self._finish(finish_reason.value, self._stop_token(finish_reason))
+        if shown:
+            self._num_shown += len(shown)
+            self._pieces.append(shown)
         return shown
 
     def take_logprobs(self) -> list[LogprobEntry]:
@@ -157,7 +161,7 @@ class SampleText:
             piece = self._matcher.push(piece, can_match=self._may_match)
             if self._matcher.matched is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._matcher.matched
-        return self._show(piece)
+        return piece
 
     def _repeats(self, token: int) -> bool:
         """Return whether `token` completes a repetition that ends the sample."""
@@ -182,10 +186,4 @@ class SampleText:
 
     def _flush(self) -> str:
         shown = self._push(self._detokenizer.flush())
-        return shown if self.finish_reason is not None else shown + self._show(self._matcher.flush())
-
-    def _show(self, piece: str) -> str:
-        if piece:
-            self._num_shown += len(piece)
-            self._pieces.append(piece)
-        return piece
+        return shown if self.finish_reason is not None else shown + self._matcher.flush()

@@ -115,6 +115,10 @@ class FakeEngineRequest:
         await asyncio.sleep(0)
         return rows
 
+    async def follow(self, take: Callable[[list[ProgressRow]], bool]) -> None:
+        while take(await self.rows()):
+            pass
+
     def abort(self, sample: int) -> None:
         self.aborted.append(sample)
         if sample in self._live:

@@ -168,6 +168,24 @@ async def test_output_goes_on_only_with_the_adapter_that_began_it(
             request.lose(first)
             await asyncio.sleep(0)
             assert second.requests == ([request] if moves else [])
+            assert [submit.adapter_digest for submit in first.submits] == [""], "any files may begin an output"
+            assert [submit.adapter_digest for submit in second.submits] == [A.digest if has_output else ""] * moves
+
+
+async def test_a_later_part_of_a_request_names_the_files_that_the_earlier_one_had() -> None:
+    """Its engine may have replaced the adapter by then, and the gateway not know it yet."""
+    engine = FakeEngine("0", adapters=[A])
+    with backend_of(engine) as backend:
+        async with backend.submit(PROMPT, SAMPLING, adapter="a") as first:
+            first.accept()
+            engine.adapters["a"] = OTHER_A
+            later = backend.begin(PROMPT, SAMPLING, adapter="a", output=array("i", [7]), after=first)
+            assert not later.engine, "it waits for an engine that has them"
+            engine.adapters["a"] = A
+            backend._place_waiting()
+            assert later.engine == "0"
+            backend.end(later)
+    assert [submit.adapter_digest for submit in engine.submits] == ["", A.digest]
 
 
 class Connection(EngineConnection):

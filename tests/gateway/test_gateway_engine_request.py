@@ -59,6 +59,7 @@ class EngineRequestHarness:
 
     def take(self, position: int, *tokens: int, sample: int = 0, finish: FinishReason | None = None) -> None:
         self.request.add(ProgressRow(5, sample, position, list(tokens), finish_reason=finish))
+        self.request.deliver()
 
     async def tokens(self) -> list[int]:
         return [token for row in await self.request.rows() for token in row.tokens]
@@ -75,6 +76,63 @@ async def test_rows_come_in_order_and_waiting_is_for_news_only() -> None:
     harness.take(3, 10, finish=FinishReason.STOP)
     assert await waiting == [10]
     assert harness.request.done
+
+
+async def test_who_follows_gets_rows_at_once_until_there_are_enough() -> None:
+    """No turn of the event loop is needed, and what comes between two deliveries comes together."""
+    harness, taken = EngineRequestHarness(), []
+    harness.take(0, 7)
+
+    def take(rows: list[ProgressRow]) -> bool:
+        taken.append([token for row in rows for token in row.tokens])
+        return len(taken) < 3
+
+    following = asyncio.create_task(harness.request.follow(take))
+    await asyncio.sleep(0)
+    assert taken == [[7]]
+    harness.take(1, 8)
+    assert taken == [[7], [8]]
+    harness.request.deliver()
+    harness.request.add(ProgressRow(5, 0, 2, [9]))
+    harness.take(3, 10)
+    assert taken == [[7], [8], [9, 10]]
+    harness.take(4, 11)
+    await following
+    assert len(taken) == 3
+    assert await harness.tokens() == [11]
+
+
+async def test_who_follows_gets_the_error_behind_the_rows() -> None:
+    harness, taken = EngineRequestHarness(), []
+    following = asyncio.create_task(harness.request.follow(lambda rows: taken.append(rows) is None))
+    await asyncio.sleep(0)
+    harness.request.add(ProgressRow(5, 0, 0, [7]))
+    harness.request.fail(EngineFailure("out of luck"))
+    assert [row.tokens for rows in taken for row in rows] == [[7]]
+    with pytest.raises(EngineFailure, match="out of luck"):
+        await following
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["its function fails", "it is cancelled"])
+async def test_who_stops_following_gets_nothing_more(fails: bool) -> None:
+    """What goes wrong with one stream is raised in its own task, and the reader of the socket goes on."""
+    harness, taken = EngineRequestHarness(), []
+
+    def take(rows: list[ProgressRow]) -> bool:
+        taken.append(rows)
+        if fails:
+            raise ConnectionResetError
+        return True
+
+    following = asyncio.create_task(harness.request.follow(take))
+    await asyncio.sleep(0)
+    harness.take(0, 7)
+    if not fails:
+        following.cancel()
+    with pytest.raises(ConnectionResetError if fails else asyncio.CancelledError):
+        await following
+    harness.take(1, 8)
+    assert len(taken) == 1
 
 
 async def test_an_acceptance_is_the_engines_word_or_its_first_row_and_no_news_of_the_stream() -> None:

@@ -334,7 +334,7 @@ UNREACHABLE_FUNCTIONS = {
     ("backend.py", "_check_answers"): "an engine's answers about adapters: tests/gateway/test_gateway_adapters.py",
     ("beam_params.py", "__post_init__"): "the parameters of quire.LLM: tests/shared/test_beam_search.py",
     ("engine_connection.py", "_to_error"): "an engine's refusals: tests/gateway/test_gateway_backend.py",
-    ("generation.py", "_apply"): "an engine's errors: tests/gateway/test_gateway_structured_outputs.py",
+    ("generation.py", "_check_end"): "an engine's errors: tests/gateway/test_gateway_structured_outputs.py",
 }
 
 

@@ -4,9 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.engine_request import Interruption
+from services.gateway.metrics import FLUSH_INTERVAL, _TokenHistogram
 from shared.errors import EngineFailure, Overloaded
 from shared.protocol import SchedulingInfo
 from tests.gateway.fakes import Client, FakeBackend, endless, says, serve
@@ -80,6 +82,21 @@ async def test_sums_include_the_requests_that_were_cut() -> None:
     assert value("vllm:request_params_n_count", **LABELS) == 6
     assert value("vllm:request_max_num_generation_tokens_sum", **LABELS) == 5 * 2 + 4
     assert value("vllm:request_params_max_tokens_sum", **LABELS) == 5 * 16 + 4
+
+
+async def test_figures_of_tokens_are_counted_before_their_stream_has_ended() -> None:
+    """Gateways that share a port read each other's figures, so what a scrape of one adds would be missing."""
+    histogram = Histogram("name", "doc", ("model",), buckets=(1.0, 2.0), registry=None).labels("tiny")
+    tokens, now = _TokenHistogram(histogram), 10.0
+    buckets = lambda: [sample.value for sample in histogram._child_samples()][:5]  # noqa: E731
+    tokens.observe(0.5, 1, now)
+    tokens.observe(1.0, 2, now + FLUSH_INTERVAL / 2)
+    assert buckets() == [1, 1, 1, 1, 0.5], "cumulative counts, their number, and the sum"
+    tokens.observe(1.5, 1, now + FLUSH_INTERVAL)
+    assert buckets() == [3, 4, 4, 4, 4.0]
+    tokens.observe(9.0, 3, now + FLUSH_INTERVAL)
+    tokens.flush()
+    assert buckets() == [3, 4, 7, 7, 31.0]
 
 
 async def test_refused_requests_are_in_no_figure_of_requests() -> None:

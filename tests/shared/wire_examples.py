@@ -81,7 +81,7 @@ SNAPSHOT = Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, *range
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
-    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION, "salt", "adapter_1"),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION, "salt", "adapter_1", "1a2b"),
     Abort(9, 3),
     Heartbeat("gateway-1-a", PROCESS),
     ResetPrefixCache(9),

@@ -53,6 +53,10 @@ def _check_places(core: Scheduler, holders: list[Sequence]) -> None:
     assert queues.num_unstarted == sum(len(request.unstarted_samples) for request in queues.requests.values())
     assert all(request.unfinished for request in queues.requests.values()), "somebody computes the prompt"
     assert queues.waiting_tokens == sum(len(sequence.tokens) for sequence in queues.waiting.items)
+    for adapter, place in queues.waiting_by_adapter.items():
+        users = [sequence for sequence in queues.waiting.items if sequence.request.adapter is adapter]
+        assert place.items == users != [], "each waiting sequence is found by its adapter, in order"
+    assert len(queues.waiting) == sum(map(len, queues.waiting_by_adapter.values()))
     for sequence in queues.waiting.items:
         holds = (sequence.table.blocks, sequence.slot, sequence.progress.in_flight)
         assert holds == ([], -1, 0), "a waiting sequence holds nothing"

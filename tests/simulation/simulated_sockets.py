@@ -38,10 +38,11 @@ class Link:
         assert option == zmq.EVENTS
         return int(zmq.POLLIN) if self.readable and self.to_gateway else 0
 
-    def recv_multipart(self, flags: int) -> list[bytes]:
+    def recv(self, flags: int, copy: bool) -> zmq.Frame:
         assert flags == zmq.NOBLOCK
+        assert not copy
         self.readable -= 1
-        return [self.to_gateway.popleft()]
+        return zmq.Frame(self.to_gateway.popleft())
 
 
 class Frame:

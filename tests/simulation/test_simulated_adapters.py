@@ -11,7 +11,17 @@ from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
 from services.scheduler.core.adapters import MAX_ADAPTERS, Adapter, Adapters
-from shared.protocol import MAX_FRAME, MAX_SHORT_TEXT, AdapterInfo, FinishReason, Refusal, Refused
+from shared.protocol import (
+    MAX_FRAME,
+    MAX_SHORT_TEXT,
+    AdapterInfo,
+    FinishReason,
+    Refusal,
+    Refused,
+    Sampling,
+    Submit,
+    pack_tokens,
+)
 
 PATH_MAX = 4096
 """Linux's maximum number of bytes of a path."""
@@ -212,6 +222,29 @@ def test_samples_that_a_fork_starts_use_the_adapter_of_their_parent() -> None:
     assert engine.events["forks"] == 2
 
 
+def test_a_plan_looks_once_at_all_that_lack_the_same_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may wait for an adapter, in front of others that could run."""
+    engine = _engine("a", "b")
+    engine.accept(_prompt(10), 100, adapter="a")
+    engine.step()
+    for _ in range(30):
+        engine.accept(_prompt(4), 4, adapter="b")
+    last = engine.accept(_prompt(4), 4)
+    looked_at: list[Adapter | None] = []
+    is_available = Adapters.is_available
+
+    def note(self: Adapters, adapter: Adapter | None, *, claimed: bool) -> bool:
+        looked_at.append(adapter)
+        return is_available(self, adapter, claimed=claimed)
+
+    monkeypatch.setattr(Adapters, "is_available", note)
+    engine.step()
+    assert [None if adapter is None else adapter.name for adapter in looked_at] == ["b", None]
+    engine.run(300)
+    assert _finish_reason(engine, last) is FinishReason.LENGTH
+    engine.check_finished()
+
+
 def test_a_request_that_names_no_adapter_of_this_engine_is_refused() -> None:
     engine = _engine("a")
     refused = engine.submit(_prompt(4), 4, adapter="b")
@@ -220,6 +253,23 @@ def test_a_request_that_names_no_adapter_of_this_engine_is_refused() -> None:
     engine.remove_adapter("a")
     assert isinstance(engine.submit(_prompt(4), 4, adapter="a"), Refused)
     assert engine.remove_adapter("a") == "there is no adapter 'a'"
+
+
+def test_output_goes_on_only_with_the_files_that_computed_it() -> None:
+    """A gateway may not know yet that an adapter has been replaced since its last engine died."""
+    engine = _engine("a")
+    (info,) = engine.core.adapters
+    refusals = [
+        engine.core.submit(
+            Submit(id, pack_tokens([1, 2, 3]), 2, Sampling(4, 0), adapter="a", adapter_digest=digest), engine.now
+        )
+        for id, digest in enumerate(("", info.digest, "others"))
+    ]
+    assert refusals == [
+        None,
+        None,
+        Refused(2, Refusal.UNKNOWN_ADAPTER, "there is no adapter 'a' of the files that have computed the output"),
+    ]
 
 
 def test_requests_of_a_removed_adapter_go_on_with_it_through_a_workers_death() -> None:

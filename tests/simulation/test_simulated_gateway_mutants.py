@@ -100,7 +100,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "an engine runs each former suspect alone": [
         (f"{QUARANTINE}.add_resubmitted", "not suspicion.deaths_alone or ", "not suspicion.cleared_at or "),
     ],
-    "a suspicion wakes readers": [(f"{REQUEST}.add", "or row.finish_reason):", "or row.finish_reason or True):")],
+    "a suspicion wakes readers": [(f"{REQUEST}.add", "or reason):", "or reason or True):")],
     "the queue's seconds change": [
         (
             "gateway.engine_request:_Sample.note_scheduling",
@@ -112,10 +112,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "an engine refuses a resubmission for load": [
         ("scheduler.core.admission:accept", "submit.resumed or len(tokens) > submit.prompt_len", "False"),
     ],
-    "an engine's end ends a sample": [(f"{REQUEST}.add", "row.finish_reason is FinishReason.ABORT", "False")],
+    "an engine's end ends a sample": [(f"{REQUEST}.add", "reason is FinishReason.ABORT", "False")],
     "a loss takes attempts at other engines": [(f"{REQUEST}.leave", "attempt.engine is not engine", "False")],
     "a loss takes none": [(f"{REQUEST}.leave", "attempt.engine is not engine", "True")],
     "a refused request is forgotten": [(f"{CONNECTION}._handle_refusal", "request.reject(self, refused.id)", "pass")],
+    "rows do not reach the reader": [(f"{CONNECTION}._read", "request.deliver()", "pass")],
     "a lost connection keeps its requests": [(f"{CONNECTION}._take_requests", "self._requests = {}", "pass")],
     "a new connection counts its ids again": [
         (f"{CONNECTION}._take_requests", "self._requests = {}", "self._requests = {}; self._ids = itertools.count()"),

@@ -240,7 +240,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "what was swapped before a reset is published after it": [
         ("scheduler:Scheduler.reset_prefix_cache", ", *queues.waiting.items", ""),
     ],
-    "later requests pass the first": [("planner:Planner._next_waiting", "waiting[num_passed]", "waiting[-1]")],
+    "later requests pass the first": [("queues:Queues.first_waiting", "users.items[0]", "users.items[-1]")],
+    "requests of another adapter pass the first": [("queues:Queues.first_waiting", "min(firsts", "max(firsts")],
     "streams wait for prompts of any length": [
         ("planner:Planner._budget", "if streaming and", "if False and"),
     ],
@@ -378,7 +379,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "those that have their adapter are passed": [
         ("planner:Planner._admit", "if not self._adapters", "if sequence.sample == 1 or not self._adapters"),
-        ("planner:Planner._admit", "if not num_passed:", "if not num_passed and adapter:"),
+        ("planner:Planner._admit", "if not passed:", "if not passed and adapter:"),
     ],
     "aborting the parent forgets its other samples": [
         ("queues:Queues._remove_from_request", "self.enqueue(successor)", "pass"),

@@ -93,9 +93,10 @@ class Adapters:
         held = [adapter.name for adapter in self._slots if adapter is not None and adapter.num_holders]
         return list(dict.fromkeys(held))
 
-    def find(self, name: str) -> Adapter | None:
-        """Return the adapter that requests name so; None if there is none."""
-        return self._named.get(name)
+    def find(self, name: str, digest: str = "") -> Adapter | None:
+        """Return the adapter that requests name so; None if there is none, or if its files have not that `digest`."""
+        adapter = self._named.get(name)
+        return adapter if adapter is not None and digest in ("", adapter.digest) else None
 
     def add(self, name: str, path: str, *, replaces: bool) -> "Adapter | str":
         """Have an adapter loaded, which requests can name then. Return it, or why it cannot be added.

@@ -55,7 +55,8 @@ def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused"
     except ProtocolError as error:
         return Refused(submit.id, Refusal.INVALID, str(error))
     if not load.has_adapter:
-        return Refused(submit.id, Refusal.UNKNOWN_ADAPTER, f"there is no adapter {submit.adapter!r}")
+        files = " of the files that have computed the output" if submit.adapter_digest else ""
+        return Refused(submit.id, Refusal.UNKNOWN_ADAPTER, f"there is no adapter {submit.adapter!r}{files}")
     if violation := _violation(submit, tokens, limits, load):
         return Refused(submit.id, Refusal.INVALID, violation)
     max_tokens = submit.sampling.max_tokens

@@ -6,9 +6,10 @@ of the queue; chunks of more than one position, which share the rest of the budg
 """
 
 from collections import deque
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from services.scheduler.core.adapters import Adapters
+from services.scheduler.core.adapters import Adapter, Adapters
 from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
@@ -136,13 +137,13 @@ class Planner:
         """
         ahead = deque(chunked)
         taken = 0  # positions that go to sequences ahead in the order
-        num_passed = 0
-        while (sequence := self._next_waiting(num_passed)) is not None:
+        passed: set[Adapter | None] = set()
+        while (sequence := self._next_waiting(passed)) is not None:
             adapter = sequence.request.adapter
-            if not self._adapters.is_available(adapter, claimed=num_passed > 0):
-                if not num_passed:
+            if not self._adapters.is_available(adapter, claimed=bool(passed)):
+                if not passed:
                     self._adapters.claim(adapter)
-                num_passed += 1
+                passed.add(adapter)
                 continue
             while ahead and ahead[0].key < sequence.key:
                 taken += min(ahead.popleft().progress.num_unscheduled, budget.least)
@@ -164,19 +165,20 @@ class Planner:
             chunked.append(sequence)
             taken += min(sequence.progress.num_unscheduled, budget.least)
 
-    def _next_waiting(self, num_passed: int) -> Sequence | None:
-        """Return the sequence to admit next, behind the first `num_passed` in the queue, which stay there.
+    def _next_waiting(self, passed: Collection[Adapter | None]) -> Sequence | None:
+        """Return the sequence to admit next, the first one that uses none of the adapters that are `passed`.
 
-        Return None if none waits there, or if plans in flight still name it or one that comes before it.
+        Return None if none waits, or if plans in flight still name it or one that comes before it.
         """
+        stopping: Iterable[Sequence]
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
-            waiting, stopping = sorted(group, key=lambda sequence: sequence.key), {}
+            able = [sequence for sequence in group if sequence.request.adapter not in passed]
+            first, stopping = min(able, key=lambda sequence: sequence.key, default=None), ()
         else:
-            waiting, stopping = self._queues.waiting.items, self._queues.stopping
-        if num_passed >= len(waiting):
+            first, stopping = self._queues.first_waiting(passed), self._queues.stopping
+        if first is None:
             return None
-        first = waiting[num_passed]
         returning = (sequence.key for sequence in stopping if sequence.finish_reason is None)
         comes_first = min(returning, default=first.key) >= first.key
         return first if comes_first and not self._block_manager.is_leaving(first) else None

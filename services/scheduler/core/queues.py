@@ -9,7 +9,7 @@ sequence keeps its slot and its blocks until no plan in flight names it.
 """
 
 from array import array
-from collections import Counter
+from collections.abc import Collection
 
 from services.scheduler.core.adapters import Adapter, Adapters
 from services.scheduler.core.block_manager import BlockManager
@@ -27,6 +27,7 @@ class Queues:
         self.requests: dict[int, Request] = {}  # by id
         self.num_unstarted = 0  # unstarted samples of `requests`
         self.waiting = SortedSequences()
+        self.waiting_by_adapter: dict[Adapter | None, SortedSequences] = {}  # the same, without empty ones
         self.waiting_tokens = 0
         self.running = SortedSequences()
         self.stopping: dict[Sequence, None] = {}  # in the order in which they were stopped
@@ -54,18 +55,28 @@ class Queues:
         self.enqueue(first)
         return first
 
-    def waiting_adapters(self) -> Counter[Adapter]:
+    def waiting_adapters(self) -> dict[Adapter, int]:
         """Return the adapters that waiting sequences use, and how many sequences use each."""
-        return Counter(one.request.adapter for one in self.waiting.items if one.request.adapter is not None)
+        return {adapter: len(users) for adapter, users in self.waiting_by_adapter.items() if adapter is not None}
+
+    def first_waiting(self, passed: Collection[Adapter | None]) -> Sequence | None:
+        """Return the first waiting sequence that uses none of the adapters that are `passed`."""
+        firsts = [users.items[0] for adapter, users in self.waiting_by_adapter.items() if adapter not in passed]
+        return min(firsts, key=lambda sequence: sequence.key, default=None)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a waiting sequence into its place in the queue."""
         self.waiting.add(sequence)
+        self.waiting_by_adapter.setdefault(sequence.request.adapter, SortedSequences()).add(sequence)
         self.waiting_tokens += len(sequence.tokens)
 
     def dequeue(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue."""
+        adapter = sequence.request.adapter
         self.waiting.remove(sequence)
+        self.waiting_by_adapter[adapter].remove(sequence)
+        if not self.waiting_by_adapter[adapter]:
+            del self.waiting_by_adapter[adapter]
         self.waiting_tokens -= len(sequence.tokens)
 
     def admit(self, sequence: Sequence) -> None:

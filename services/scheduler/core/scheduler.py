@@ -41,7 +41,7 @@ result), step_time.py (how long one takes), swap_policy.py (what goes to host me
 quarantine.py, counters.py.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import KeysView
 
 import msgspec
@@ -184,7 +184,7 @@ class Scheduler:
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not. `request.id` must be unique over the life of the core."""
         self._now = now
-        adapter = self._adapters.find(request.adapter) if request.adapter else None
+        adapter = self._adapters.find(request.adapter, request.adapter_digest) if request.adapter else None
         load = Load(
             waiting=self._queues.num_waiting,
             waiting_tokens=self._queues.waiting_tokens,
@@ -309,7 +309,7 @@ class Scheduler:
         queues, block_manager = self._queues, self._block_manager
         counters = msgspec.structs.asdict(self._counters)
         held_back = self._epoch is None or self._quarantine.active
-        waiting_adapters = queues.waiting_adapters() if len(self._adapters) else Counter()
+        waiting_adapters = queues.waiting_adapters()
         num_lacking = sum(count for adapter, count in waiting_adapters.items() if adapter.slot < 0)
         return Snapshot(
             running=len(queues.running) + len(queues.stopping),
