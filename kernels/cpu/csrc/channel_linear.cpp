@@ -23,7 +23,6 @@
 // quants, 32 group scales and 32 mins; byte i of quad s holds the quant of input 4 s + i % 4 in its low half and that of
 // input 16 + 4 s + i % 4 in its high half.
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -36,6 +35,7 @@
 #include "int8.h"
 #include "int8_tiles.h"
 #include "matrix.h"
+#include "panel_memory.h"
 #include "parts.h"
 #include "tiles.h"
 
@@ -282,19 +282,20 @@ void pack_output(const float* x, int64_t inputs, int lane, uint8_t* panel) {
     }
 }
 
-// Returns the panels of the outputs of all parts, one after another.
-at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
-    TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
-    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1);
-    TORCH_CHECK(inputs % RECORD_INPUTS == 0, "inputs must be a multiple of ", RECORD_INPUTS);
-    int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = panel_bytes(int(bits), inputs);
-    at::Tensor packed = at::empty({panels, bytes}, at::kByte);
+// Returns panels of zeros, for `round_and_pack` to fill.
+at::Tensor channel_panels(int64_t outputs, int64_t inputs, int64_t bits) {
+    return zero_panels({(outputs + PANEL - 1) / PANEL, panel_bytes(int(bits), inputs)}, at::kByte);
+}
+
+// Rounds and packs the outputs of all parts into panels of zeros, one after another.
+void round_and_pack(at::TensorList parts, int64_t bits, at::Tensor& packed) {
+    int64_t inputs = parts[0].size(1);
+    TORCH_CHECK(channel_matrix(packed, count_outputs(parts), bits).inputs == inputs, "the panels are of another weight");
     uint8_t* data = packed.mutable_data_ptr<uint8_t>();
-    at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+    at::parallel_for(0, packed.size(0), 1, [&](int64_t from, int64_t to) {
         std::vector<float> x(inputs);
         for (int64_t panel = from; panel < to; panel++) {
-            uint8_t* panel_data = data + panel * bytes;
-            std::fill_n(panel_data, bytes, 0);
+            uint8_t* panel_data = data + panel * packed.size(1);
             for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
                 read_inputs(row, stride, inputs, x.data());
                 bits == 8 ? pack_output<8>(x.data(), inputs, lane, panel_data)
@@ -302,7 +303,6 @@ at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
             });
         }
     });
-    return packed;
 }
 
 void channel_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, const std::optional<at::Tensor>& bias,
@@ -366,10 +366,12 @@ void channel_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t pa
 }
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-    m.def("round_and_pack(Tensor[] parts, int bits) -> Tensor");
+    m.def("channel_panels(int outputs, int inputs, int bits) -> Tensor");
+    m.def("round_and_pack(Tensor[] parts, int bits, Tensor(a!) packed) -> ()");
     m.def("channel_rows(Tensor packed, int bits, Tensor ids, Tensor(a!) y) -> ()");
     m.def("channel_linear(Tensor x, Tensor packed, int bits, Tensor? bias, Tensor(a!) y) -> ()");
 }
+TORCH_LIBRARY_IMPL(quire, CompositeExplicitAutograd, m) { m.impl("channel_panels", channel_panels); }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
     m.impl("round_and_pack", round_and_pack);
     m.impl("channel_rows", channel_rows);

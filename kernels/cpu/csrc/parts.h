@@ -22,20 +22,28 @@ inline int64_t count_outputs(at::TensorList parts) {
     return outputs;
 }
 
+// Calls f(part, first, lane, count) for each part of a weight that has outputs in a panel: `count` of them, from its
+// output `first` on, are in the lanes from `lane` on. `parts` are tensors with a row for each output.
+template <class F>
+void for_each_part(at::TensorList parts, int64_t panel, F&& f) {
+    int64_t begin = 0;
+    for (size_t part = 0; part < parts.size(); begin += parts[part++].size(0)) {
+        int64_t from = std::max(panel * PANEL, begin), to = std::min((panel + 1) * PANEL, begin + parts[part].size(0));
+        if (from < to) f(part, from - begin, int(from - panel * PANEL), int(to - from));
+    }
+}
+
 // Calls f(row, stride, lane) for each output of a panel: its inputs are row[0], row[stride], ... of the C++ type of its
 // part, and `lane` is its place in the panel.
 template <class F>
 void for_each_output(at::TensorList parts, int64_t panel, F&& f) {
-    int64_t first = 0;
-    for (const at::Tensor& part : parts) {
-        int64_t from = std::max(panel * PANEL, first), to = std::min((panel + 1) * PANEL, first + part.size(0));
-        for_dtype(part.scalar_type(), [&](auto tag) {
-            const auto* weights = static_cast<const decltype(tag)*>(part.const_data_ptr());
-            for (int64_t n = from; n < to; n++)
-                f(weights + (n - first) * part.stride(0), part.stride(1), int(n - panel * PANEL));
+    for_each_part(parts, panel, [&](size_t part, int64_t first, int lane, int count) {
+        const at::Tensor& weight = parts[part];
+        for_dtype(weight.scalar_type(), [&](auto tag) {
+            const auto* rows = static_cast<const decltype(tag)*>(weight.const_data_ptr()) + first * weight.stride(0);
+            for (int n = 0; n < count; n++) f(rows + n * weight.stride(0), weight.stride(1), lane + n);
         });
-        first += part.size(0);
-    }
+    });
 }
 
 // Reads inputs of an output, row[0], row[stride], ..., into x (count) in float32.
