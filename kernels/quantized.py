@@ -157,8 +157,12 @@ class FloatWeight(NamedTuple):
 
     def joined(self) -> Tensor:
         """Return a copy of the weight (out, in)."""
-        blocks = (torch.cat([part.to(self.dtype) for part in rows]) for _, rows in row_blocks(self.parts))
-        return torch.cat(list(blocks))
+        joined = torch.empty(self.shape, dtype=self.dtype)
+        for first, rows in row_blocks(self.parts):
+            targets = torch.split(joined[first : first + sum(map(len, rows))], [len(part) for part in rows])
+            for target, part in zip(targets, rows, strict=True):
+                target.copy_(part)
+        return joined
 
 
 class RoundedWeight(NamedTuple):

@@ -98,30 +98,6 @@ void pack_panel(at::TensorList parts, int64_t panel, int64_t inputs, W* packed) 
     }
 }
 
-// Writes x (8, 8) to y with its rows as columns. Strides are in floats.
-void transpose(const float* x, int64_t x_stride, float* y, int64_t y_stride) {
-    __m256 pairs[8], quads[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        int row = i / 2 * 4 + i % 2;  // 0, 1, 4, 5: joined with the one after the next
-        __m256 a = _mm256_loadu_ps(x + row * x_stride), b = _mm256_loadu_ps(x + (row + 2) * x_stride);
-        pairs[2 * i] = _mm256_unpacklo_ps(a, b);
-        pairs[2 * i + 1] = _mm256_unpackhi_ps(a, b);
-    }
-#pragma GCC unroll 2
-    for (int half = 0; half < 8; half += 4)
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            quads[half + 2 * i] = _mm256_unpacklo_ps(pairs[half + i], pairs[half + 2 + i]);
-            quads[half + 2 * i + 1] = _mm256_unpackhi_ps(pairs[half + i], pairs[half + 2 + i]);
-        }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x20));
-        _mm256_storeu_ps(y + (4 + i) * y_stride, _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x31));
-    }
-}
-
 // The same panel for weights in float32, by way of registers instead of number by number.
 void pack_panel(at::TensorList parts, int64_t panel, int64_t inputs, float* packed) {
     constexpr int TILE = 64;  // inputs of a panel that stay in the L1 cache with their copy
