@@ -1,11 +1,22 @@
 """Matmuls with packed weights, of floats or quantised, and lookups of their rows: csrc/*linear.cpp."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, FloatWeight, RoundedWeight, Weight, restore_input_order
+from kernels.quantized import (
+    QUANT_GROUP_SIZE,
+    FloatWeight,
+    RoundedWeight,
+    Rows,
+    Weight,
+    restore_input_order,
+    row_blocks,
+)
+
+PANEL = 32  # outputs of a panel
 
 
 class PackedWeight(NamedTuple):
@@ -55,14 +66,31 @@ def pack_linear(weight: Weight) -> Packed:
     if isinstance(weight, Tensor):
         weight = FloatWeight(weight.dtype, [weight])
     if isinstance(weight, FloatWeight):
-        return PackedWeight(torch.ops.quire.pack_linear(weight.parts, weight.dtype), weight.shape[0])
+        panels = torch.ops.quire.float_panels(*weight.shape, weight.dtype)
+        for rows, target in _blocks(weight.parts, panels):
+            torch.ops.quire.pack_linear(rows, target)
+        return PackedWeight(panels, weight.shape[0])
     if isinstance(weight, RoundedWeight):
-        panels = torch.ops.quire.round_and_pack(weight.parts, weight.bits)
+        panels = torch.ops.quire.channel_panels(*weight.shape, weight.bits)
+        for rows, target in _blocks(weight.parts, panels):
+            torch.ops.quire.round_and_pack(rows, weight.bits, target)
         return PackedChannelWeight(panels, *weight.shape, weight.bits)
-    bits, quants, scales, mins, zero_point, order = weight
-    records = torch.ops.quire.pack_quantized(quants.contiguous(), scales.contiguous(), mins, bits)
-    packed = PackedQuantizedWeight(records, len(quants), (bits, mins is not None, zero_point))
+    parts = weight.parts
+    quants, scales = [part.quants for part in parts], [part.scales for part in parts]
+    mins = [part.mins for part in parts if part.mins is not None]
+    bits, _, _, _, zero_point, order, layout, group_size = parts[0]
+    inputs = parts[0].shape[1]
+    records = torch.ops.quire.pack_quantized(quants, scales, mins, layout, bits, inputs, group_size, order)
+    packed = PackedQuantizedWeight(records, sum(map(len, scales)), (bits, bool(mins), zero_point))
     return packed if order is None else ReorderedWeight(packed, order)
+
+
+def _blocks(parts: Sequence[Rows], panels: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Yield the rows of all parts, in types that kernels read, in blocks, each with the panels for it."""
+    for first, rows in row_blocks(parts):
+        end = first + sum(map(len, rows))
+        floats = [part.float() if part.dtype == torch.float64 else part for part in rows]
+        yield floats, panels[first // PANEL : -(-end // PANEL)]
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:

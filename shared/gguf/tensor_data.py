@@ -57,54 +57,62 @@ def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1
     Floats are mapped from the file as they are stored. Other types are dequantised to float32.
     """
     blocks, shape = map_blocks(tensor, index), tensor.shape if index is None else tensor.shape[1:]
-    if tensor.type in FLOAT_TYPES:
+    if is_mapped(tensor):
         return blocks.view(FLOAT_TYPES[tensor.type]).reshape(shape)
     return _dequantize(blocks, tensor.type, threads).reshape(shape)
 
 
+def dequantize_rows(
+    tensor: StoredTensor, index: int | None, rows: slice | NDArray[np.intp], threads: int = 1
+) -> NDArray[np.float32]:
+    """Return some rows of the matrix, or of the one at `index` along the first dimension, in float32."""
+    stored, (count, columns) = map_blocks(tensor, index), tensor.shape[-2:]
+    blocks = stored.reshape(count, -1, stored.shape[1])[rows]
+    return _dequantize(blocks.reshape(-1, stored.shape[1]), tensor.type, threads).reshape(-1, columns)
+
+
+def is_mapped(tensor: StoredTensor) -> bool:
+    """Return whether `read_tensor` maps the tensor, rather than dequantising it."""
+    return tensor.type in FLOAT_TYPES
+
+
 class QuantizedMatrix(NamedTuple):
-    """A quantised matrix: value = scale * (quant - zero_point), or scale * quant + min."""
+    """A quantised matrix in a file: value = scale * (quant - zero_point), or scale * quant + min.
+
+    With 4 bits, the quants of a group are 16 bytes, whose low halves are the first 16 quants and whose high halves are
+    the rest. With 8 bits they are 32 signed bytes, and the zero point is that of unsigned ones.
+    """
 
     bits: int
-    quants: NDArray[np.uint8]  # (rows, columns)
+    quants: NDArray[np.uint8]  # (rows, columns / 32, bytes of a group)
     scales: NDArray[np.float16]  # (rows, columns / 32)
     mins: NDArray[np.float16] | None  # (rows, columns / 32)
     zero_point: int  # used if there are no mins
 
+    def rows(self, rows: slice) -> "QuantizedMatrix":
+        """Return some rows."""
+        mins = None if self.mins is None else self.mins[rows]
+        return self._replace(quants=self.quants[rows], scales=self.scales[rows], mins=mins)
+
 
 def is_simple_quantized(tensor: StoredTensor) -> bool:
-    """Return whether a tensor's type is one of those that `read_quantized` reads: Q4_0, Q4_1 or Q8_0."""
+    """Return whether a tensor's type is one of those that `map_quantized` knows: Q4_0, Q4_1 or Q8_0."""
     return tensor.type in _ZERO_POINTS
 
 
-def read_quantized(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> QuantizedMatrix | None:
+def map_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedMatrix | None:
     """Return the quantised matrix, or the one at `index` along the first dimension; None for other types.
 
-    A block is a scale (float16), a min (float16, Q4_1 only), and then 32 signed bytes (Q8_0) or 16 bytes, whose low
-    halves are the first 16 quants and whose high halves are the rest.
+    A block is a scale (float16), a min (float16, Q4_1 only), and then the quants of a group.
     """
     if not is_simple_quantized(tensor):
         return None
-    block, _ = GGML_QUANT_SIZES[tensor.type]
-    rows, columns = tensor.shape[-2:]
-    stored, quants = map_blocks(tensor, index), np.empty((rows * columns // block, block), np.uint8)
-    is_byte = tensor.type == GGMLQuantizationType.Q8_0
-
-    def unpack(start: int, end: int) -> None:
-        packed, target = stored[start:end, 2:] if is_byte else stored[start:end, -block // 2 :], quants[start:end]
-        if is_byte:
-            np.bitwise_xor(packed, 0x80, out=target)  # a signed byte plus 128
-        else:
-            np.bitwise_and(packed, 15, out=target[:, : block // 2])
-            np.right_shift(packed, 4, out=target[:, block // 2 :])
-
-    def float16s(start: int) -> NDArray[np.float16]:
-        return np.ascontiguousarray(stored[:, start : start + 2]).view(np.float16).reshape(rows, columns // block)
-
-    _for_chunks(unpack, len(quants), block, threads)
-    bits = 8 if is_byte else 4
-    mins = float16s(2) if tensor.type == GGMLQuantizationType.Q4_1 else None
-    return QuantizedMatrix(bits, quants.reshape(rows, columns), float16s(0), mins, _ZERO_POINTS[tensor.type])
+    stored = map_blocks(tensor, index)
+    blocks = stored.reshape(tensor.shape[-2], -1, stored.shape[1])
+    bits = 8 if tensor.type == GGMLQuantizationType.Q8_0 else 4
+    floats = blocks[..., :4].view(np.float16)
+    mins = floats[..., 1] if tensor.type == GGMLQuantizationType.Q4_1 else None
+    return QuantizedMatrix(bits, blocks[..., -4 * bits :], floats[..., 0], mins, _ZERO_POINTS[tensor.type])
 
 
 def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:

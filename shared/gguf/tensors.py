@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from shared.errors import ModelError
 from shared.gguf.header import Header, StoredTensor
 from shared.gguf.shapes import SHAPES
-from shared.gguf.tensor_data import QuantizedMatrix, check_type, map_blocks, read_quantized, read_tensor
+from shared.gguf.tensor_data import (
+    QuantizedMatrix,
+    check_type,
+    dequantize_rows,
+    map_blocks,
+    map_quantized,
+    read_tensor,
+)
 
 ROPE_FACTORS = frozenset({"rope_freqs.weight"})
 CONFIG_TENSORS: dict[str, frozenset[str]] = {
@@ -44,8 +51,12 @@ class GGUFTensor(Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
-        return shape[::-1] if self.transposed else shape
+        return self.matrix_shape[::-1] if self.transposed else self.matrix_shape
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape as it is stored, of one expert: a matrix is (outputs, inputs), even where Hugging Face's is not."""
+        return self.stored.shape if self.expert is None else self.stored.shape[1:]
 
     def map(self) -> NDArray[np.uint8]:
         """Return the bytes of the file that the tensor is read from."""
@@ -60,19 +71,22 @@ class GGUFTensor(Struct, frozen=True):
             values = values - np.float32(self.subtract)
         return values.T if self.transposed else values
 
-    def read_quantized(self, threads: int = 1) -> QuantizedMatrix | None:
+    def read_rows(self, rows: slice, threads: int = 1) -> NDArray[np.float32]:
+        """Return some rows of a quantised matrix (outputs, inputs), dequantised, in Hugging Face's order."""
+        order = halves_from_pairs(np.arange(self.matrix_shape[0]), self.heads)[rows] if self.heads else rows
+        return dequantize_rows(self.stored, self.expert, order, threads)
+
+    def map_quantized(self) -> list[QuantizedMatrix] | None:
         """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not read its type so.
 
-        Outputs are in Hugging Face's order. They are the rows, even if Hugging Face's weight is transposed.
+        It comes in parts whose rows follow one another in Hugging Face's order.
         """
-        if self.subtract:
-            return None
-        matrix = read_quantized(self.stored, self.expert, threads)
-        if matrix is None or not self.heads:
-            return matrix
-        order = halves_from_pairs(np.arange(len(matrix.quants)), self.heads)
-        mins = None if matrix.mins is None else matrix.mins[order]
-        return matrix._replace(quants=matrix.quants[order], scales=matrix.scales[order], mins=mins)
+        matrix = map_quantized(self.stored, self.expert)
+        if matrix is None or self.subtract or not self.heads:
+            return None if matrix is None or self.subtract else [matrix]
+        rows = self.matrix_shape[0] // self.heads
+        halves = ((first + half, first + rows) for first in range(0, self.matrix_shape[0], rows) for half in (0, 1))
+        return [matrix.rows(slice(start, end, 2)) for start, end in halves]
 
 
 def find_tensors(header: Header, config: Mapping[str, Any]) -> dict[str, GGUFTensor]:

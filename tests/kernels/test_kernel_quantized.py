@@ -2,16 +2,18 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import quantized
 from kernels.cpu import extension
 from kernels.cpu.linear import Packed
 from kernels.load import ops, reference
 from kernels.ops import Ops
-from kernels.quantized import QuantizedWeight, RoundedWeight, stack
+from kernels.quantized import FloatWeight, Layout, QuantizedWeight, RoundedWeight, stack
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -221,10 +223,9 @@ def test_stacking() -> None:
             whole = stack(some)
             assert whole is not None
             assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in some]))
-            assert (whole.bits, whole.mins is None) == (
-                max(p.bits for p in some),
-                all(p.mins is None for p in some),
-            )
+            format = (max(part.bits for part in some), all(part.mins is None for part in some))
+            assert {(part.bits, part.mins is None) for part in whole.parts} == {format}
+            assert torch.equal(dequantize(OPS.pack_linear(whole)), whole.dequantize())
 
 
 def test_a_zero_point_that_is_no_power_of_two_is_rounded_among_others() -> None:
@@ -233,3 +234,83 @@ def test_a_zero_point_that_is_no_power_of_two_is_rounded_among_others() -> None:
     assert whole is not None
     error = (whole.dequantize()[:9] - odd.dequantize()).abs().view(9, 2, 32).amax(-1)
     assert 0 < (error / odd.scales.float()).max() < 7 * 2.0**-11
+
+
+def stored(layout: Layout, bits: int, group_size: int, outputs: int, inputs: int, mins: bool) -> QuantizedWeight:
+    """Return a weight of random quants as a file of that layout has them."""
+    shapes = {"gguf": (outputs, inputs // 32, 4 * bits + 2), "gptq": (inputs * bits // 32, outputs)}
+    shape = shapes.get(layout, (inputs, outputs // 8))
+    dtype = torch.uint8 if layout == "gguf" else torch.int32
+    quants = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, shape, dtype=dtype)
+    groups = (-(-inputs // group_size), outputs)
+    return QuantizedWeight(
+        bits,
+        quants[..., 2:] if layout == "gguf" else quants,  # blocks begin with a scale
+        torch.rand(groups).half().T,
+        -torch.rand(groups).half().T if mins else None,
+        0 if mins else 2 ** (bits - 1),
+        torch.randperm(inputs) if layout != "gguf" and mins else None,
+        layout,
+        group_size,
+    )
+
+
+LAYOUTS: list[tuple[Layout, int, int]] = [
+    ("gguf", 4, 32),
+    ("gguf", 8, 32),
+    ("gptq", 4, 32),
+    ("gptq", 8, 128),
+    ("gptq", 4, 192),
+    ("awq", 4, 64),
+]
+
+
+@pytest.mark.parametrize("mins", [False, True])
+@pytest.mark.parametrize(("layout", "bits", "group_size"), LAYOUTS)
+def test_quants_are_packed_as_files_have_them(layout: Layout, bits: int, group_size: int, mins: bool) -> None:
+    """Parts begin within a panel, and the last group may be of fewer inputs."""
+    parts = [stored(layout, bits, group_size, outputs, 192 + 32, mins) for outputs in (40, 8, 72, 64)]
+    parts = [part._replace(order=parts[0].order) for part in parts]
+    whole = stack(parts)
+    assert whole is not None
+    copied = stack([part.unpacked() for part in parts])
+    assert copied is not None
+    assert {part.layout for part in copied.parts} == {"rows"}
+    ids = torch.arange(40 + 8 + 72 + 64)
+    packed, expected = (OPS.embedding(ids, OPS.pack_linear(weight)) for weight in (whole, copied))
+    assert torch.equal(packed, expected)
+    assert torch.equal(packed, whole.dequantize())
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_parts_of_different_layouts_are_stacked() -> None:
+    parts = [stored("gguf", bits, 32, 40, 64, mins) for bits, mins in FORMATS]
+    whole = stack([*parts, weight(24, 64, 4, False)])
+    assert whole is not None
+    expected = torch.cat([*(part.dequantize() for part in parts), weight(24, 64, 4, False).dequantize()])
+    assert torch.equal(dequantize(OPS.pack_linear(whole)), expected)
+
+
+class ComputedRows:
+    """A matrix whose rows are copied when they are asked for."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.shape, self.most = rows, rows.shape, 0
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        self.most = max(self.most, len(self.rows[rows]))
+        return self.rows[rows].clone()
+
+
+@pytest.mark.parametrize("weight_of", [partial(RoundedWeight, 8), partial(FloatWeight, torch.float32)])
+@pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])
+def test_rows_are_computed_in_blocks(implementation: Ops, weight_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_BLOCK", 64 * 96)
+    parts = [torch.randn(71, 96), torch.randn(200, 96, dtype=torch.float64), torch.randn(3, 96)]
+    computed = [parts[0], ComputedRows(parts[1]), ComputedRows(parts[2])]
+    if implementation is not OPS and isinstance(weight_of(parts), RoundedWeight):
+        pytest.skip("it does not round")
+    ids = torch.arange(274)
+    rows = [implementation.embedding(ids, implementation.pack_linear(weight_of(p))) for p in (parts, computed)]
+    assert torch.equal(*rows)
+    assert [part.most for part in computed if isinstance(part, ComputedRows)] == [64, 3]

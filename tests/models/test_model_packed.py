@@ -110,7 +110,8 @@ def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
         quantized = files.get_quantized(name)
         assert quantized is not None
         assert quantized.bits == SCHEMES[scheme].bits
-        scale = quantized._replace(quants=torch.ones_like(quantized.quants), mins=None, zero_point=0).dequantize()
+        unpacked = quantized.unpacked()
+        scale = unpacked._replace(quants=torch.ones_like(unpacked.quants), mins=None, zero_point=0).dequantize()
         error = ((quantized.dequantize() - weight).abs() / scale).max()
         assert error <= (0 if SCHEMES[scheme].symmetric else 2**quantized.bits * 2.0**-11)
     assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")

@@ -23,7 +23,6 @@
 // quants, 32 group scales and 32 mins; byte i of quad s holds the quant of input 4 s + i % 4 in its low half and that of
 // input 16 + 4 s + i % 4 in its high half.
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -36,6 +35,7 @@
 #include "int8.h"
 #include "int8_tiles.h"
 #include "matrix.h"
+#include "panel_memory.h"
 #include "parts.h"
 #include "tiles.h"
 
@@ -256,53 +256,98 @@ void pack_record(const Numbers32& v, int lane, uint8_t* record) {
     }
 }
 
-// Rounds and packs one output: x (inputs), as the given lane of a panel.
-template <int BITS>
-void pack_output(const float* x, int64_t inputs, int lane, uint8_t* panel) {
-    float scale = magnitude_of(x, inputs).max_abs / 127;
-    reinterpret_cast<float*>(panel + panel_quant_bytes(BITS, inputs))[lane] = scale;
-    if (!std::isfinite(scale)) return;  // all products are infinite or NaN, whatever the bytes
-    F32x16 factor = F32x16::set(scale >= 1e-30f ? 1 / scale : 0);  // the inverse of less might overflow
-    for (int64_t k = 0; k < inputs; k += RECORD_INPUTS) {
-        Numbers32 v{F32x16::load(x + k) * factor, F32x16::load(x + k + 16) * factor};
-        if constexpr (BITS == 4) {
-            for (F32x16& half : v) half = half + F32x16::set(ZERO_POINT);
-            pack_record(v, lane, panel + panel_quant_bytes(4, k));
-        } else {
-            alignas(16) int8_t bytes[RECORD_INPUTS];
-            v[0].store(bytes);
-            v[1].store(bytes + 16);
-            for (int i = 0; i < RECORD_INPUTS; i += 4) {
-                uint32_t four;
-                std::memcpy(&four, bytes + i, 4);
-                four ^= 0x80808080;  // adds the zero point to each byte
-                std::memcpy(panel + byte_of(lane, k + i), &four, 4);
-            }
-        }
+// The scale of an output x (inputs), and the factor by which its numbers are multiplied before they are rounded.
+struct OutputScale {
+    float scale;
+    F32x16 factor;
+
+    OutputScale(const float* x, int64_t inputs)
+        : scale(magnitude_of(x, inputs).max_abs / 127),
+          factor(F32x16::set(scale >= 1e-30f ? 1 / scale : 0)) {}  // the inverse of less might overflow
+
+    // If not, all products are infinite or NaN, whatever the bytes.
+    bool finite() const { return std::isfinite(scale); }
+};
+
+// Rounds x (inputs) to bytes of 1..255.
+void round_output(const float* x, int64_t inputs, const OutputScale& scale, uint8_t* u) {
+    if (!scale.finite()) return void(std::fill_n(u, inputs, 0));
+    for (int64_t k = 0; k < inputs; k += 16) {
+        alignas(16) int8_t bytes[16];
+        (F32x16::load(x + k) * scale.factor).store(bytes);
+        __m128i signed_bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+        __m128i flipped = _mm_xor_si128(signed_bytes, _mm_set1_epi8(char(ZERO_POINT)));  // adds the zero point
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(u + k), flipped);
     }
 }
 
-// Returns the panels of the outputs of all parts, one after another.
-at::Tensor round_and_pack(at::TensorList parts, int64_t bits) {
-    TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
-    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1);
-    TORCH_CHECK(inputs % RECORD_INPUTS == 0, "inputs must be a multiple of ", RECORD_INPUTS);
-    int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = panel_bytes(int(bits), inputs);
-    at::Tensor packed = at::empty({panels, bytes}, at::kByte);
+// Packs x (inputs) as the given lane of a panel of 4 bits.
+void pack_output(const float* x, int64_t inputs, const OutputScale& scale, int lane, uint8_t* panel) {
+    if (!scale.finite()) return;
+    for (int64_t k = 0; k < inputs; k += RECORD_INPUTS) {
+        Numbers32 v{F32x16::load(x + k) * scale.factor, F32x16::load(x + k + 16) * scale.factor};
+        for (F32x16& half : v) half = half + F32x16::set(ZERO_POINT);
+        pack_record(v, lane, panel + panel_quant_bytes(4, k));
+    }
+}
+
+// Packs panels of a weight. Each thread has one.
+class ChannelPacker {
+public:
+    ChannelPacker(at::TensorList parts, int bits)
+        : parts_(parts), bits_(bits), inputs_(parts[0].size(1)), stride_(inputs_ + 64), x_(inputs_) {
+        if (bits == 8) rows_.resize(PANEL * stride_);
+    }
+
+    void pack(int64_t panel, uint8_t* data) {
+        float* scales = reinterpret_cast<float*>(data + panel_quant_bytes(bits_, inputs_));
+        int count = 0;
+        for_each_output(parts_, panel, [&](const auto* row, int64_t stride, int lane) {
+            read_inputs(row, stride, inputs_, x_.data());
+            OutputScale scale(x_.data(), inputs_);
+            scales[lane] = scale.scale;
+            if (bits_ == 8)
+                round_output(x_.data(), inputs_, scale, rows_.data() + lane * stride_);
+            else
+                pack_output(x_.data(), inputs_, scale, lane, data);
+            count++;
+        });
+        if (bits_ == 4) return;
+        std::fill(rows_.begin() + count * stride_, rows_.end(), 0);  // of outputs that the last panel lacks
+        interleave(data);
+    }
+
+private:
+    at::TensorList parts_;
+    int bits_;
+    int64_t inputs_, stride_;  // bytes of a row, more than inputs: rows a power of two apart would share sets of a cache
+    std::vector<float> x_;
+    std::vector<uint8_t> rows_;  // the bytes of a panel's outputs
+
+    // Writes four bytes of each output after the other.
+    void interleave(uint8_t* panel) {
+        for (int64_t k = 0; k < inputs_; k += 32)
+            for (int lane = 0; lane < PANEL; lane += 8) {
+                const auto* x = reinterpret_cast<const float*>(rows_.data() + lane * stride_ + k);
+                transpose(x, stride_ / 4, reinterpret_cast<float*>(panel + k * PANEL) + lane, PANEL);
+            }
+    }
+};
+
+// Returns panels of zeros, for `round_and_pack` to fill.
+at::Tensor channel_panels(int64_t outputs, int64_t inputs, int64_t bits) {
+    return zero_panels({(outputs + PANEL - 1) / PANEL, panel_bytes(int(bits), inputs)}, at::kByte);
+}
+
+// Rounds and packs the outputs of all parts into panels of zeros, one after another.
+void round_and_pack(at::TensorList parts, int64_t bits, at::Tensor& packed) {
+    int64_t inputs = parts[0].size(1);
+    TORCH_CHECK(channel_matrix(packed, count_outputs(parts), bits).inputs == inputs, "the panels are of another weight");
     uint8_t* data = packed.mutable_data_ptr<uint8_t>();
-    at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
-        std::vector<float> x(inputs);
-        for (int64_t panel = from; panel < to; panel++) {
-            uint8_t* panel_data = data + panel * bytes;
-            std::fill_n(panel_data, bytes, 0);
-            for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
-                read_inputs(row, stride, inputs, x.data());
-                bits == 8 ? pack_output<8>(x.data(), inputs, lane, panel_data)
-                          : pack_output<4>(x.data(), inputs, lane, panel_data);
-            });
-        }
+    at::parallel_for(0, packed.size(0), 1, [&](int64_t from, int64_t to) {
+        ChannelPacker packer(parts, int(bits));
+        for (int64_t panel = from; panel < to; panel++) packer.pack(panel, data + panel * packed.size(1));
     });
-    return packed;
 }
 
 void channel_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, const std::optional<at::Tensor>& bias,
@@ -366,10 +411,12 @@ void channel_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t pa
 }
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-    m.def("round_and_pack(Tensor[] parts, int bits) -> Tensor");
+    m.def("channel_panels(int outputs, int inputs, int bits) -> Tensor");
+    m.def("round_and_pack(Tensor[] parts, int bits, Tensor(a!) packed) -> ()");
     m.def("channel_rows(Tensor packed, int bits, Tensor ids, Tensor(a!) y) -> ()");
     m.def("channel_linear(Tensor x, Tensor packed, int bits, Tensor? bias, Tensor(a!) y) -> ()");
 }
+TORCH_LIBRARY_IMPL(quire, CompositeExplicitAutograd, m) { m.impl("channel_panels", channel_panels); }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
     m.impl("round_and_pack", round_and_pack);
     m.impl("channel_rows", channel_rows);

@@ -5,13 +5,13 @@
 // and rows only.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "dtypes.h"
 #include "matrix.h"
+#include "panel_memory.h"
 #include "parts.h"
 #include "simd.h"
 #include "tiles.h"
@@ -88,44 +88,18 @@ void pack_output(const T* row, int64_t stride, int64_t inputs, W* lane) {
 }
 
 template <class W>
-void pack_panel(at::TensorList parts, int64_t panel, int64_t outputs, int64_t inputs, W* packed) {
+void pack_panel(at::TensorList parts, int64_t panel, int64_t inputs, W* packed) {
     for (int64_t first = 0; first < inputs; first += INPUT_TILE) {  // of a panel, which stay in the L1 cache
         int64_t count = std::min(INPUT_TILE, inputs - first);
         W* tile = packed + first * PANEL;
-        for (int64_t lane = outputs - panel * PANEL; lane < PANEL; lane++)
-            for (int64_t k = 0; k < count; k++) tile[k * PANEL + lane] = W{};
         for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
             pack_output(row + first * stride, stride, count, tile + lane);
         });
     }
 }
 
-// Writes x (8, 8) to y with its rows as columns. Strides are in floats.
-void transpose(const float* x, int64_t x_stride, float* y, int64_t y_stride) {
-    __m256 pairs[8], quads[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        int row = i / 2 * 4 + i % 2;  // 0, 1, 4, 5: joined with the one after the next
-        __m256 a = _mm256_loadu_ps(x + row * x_stride), b = _mm256_loadu_ps(x + (row + 2) * x_stride);
-        pairs[2 * i] = _mm256_unpacklo_ps(a, b);
-        pairs[2 * i + 1] = _mm256_unpackhi_ps(a, b);
-    }
-#pragma GCC unroll 2
-    for (int half = 0; half < 8; half += 4)
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            quads[half + 2 * i] = _mm256_unpacklo_ps(pairs[half + i], pairs[half + 2 + i]);
-            quads[half + 2 * i + 1] = _mm256_unpackhi_ps(pairs[half + i], pairs[half + 2 + i]);
-        }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x20));
-        _mm256_storeu_ps(y + (4 + i) * y_stride, _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x31));
-    }
-}
-
 // The same panel for weights in float32, by way of registers instead of number by number.
-void pack_panel(at::TensorList parts, int64_t panel, int64_t, int64_t inputs, float* packed) {
+void pack_panel(at::TensorList parts, int64_t panel, int64_t inputs, float* packed) {
     constexpr int TILE = 64;  // inputs of a panel that stay in the L1 cache with their copy
     alignas(64) float x[PANEL * TILE], y[8 * PANEL];
     std::fill_n(x, PANEL * TILE, 0.0f);
@@ -144,18 +118,21 @@ void pack_panel(at::TensorList parts, int64_t panel, int64_t, int64_t inputs, fl
     }
 }
 
-// Returns the panels of the outputs of all parts, one after another.
-at::Tensor pack_linear(at::TensorList parts, at::ScalarType dtype) {
-    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1), panels = (outputs + PANEL - 1) / PANEL;
-    at::Tensor packed = at::empty({panels, inputs, PANEL}, dtype);
-    for_dtype(dtype, [&](auto tag) {
+// Returns panels of zeros, for `pack_linear` to fill.
+at::Tensor float_panels(int64_t outputs, int64_t inputs, at::ScalarType dtype) {
+    return zero_panels({(outputs + PANEL - 1) / PANEL, inputs, PANEL}, dtype);
+}
+
+// Packs the outputs of all parts into panels of zeros, one after another.
+void pack_linear(at::TensorList parts, at::Tensor& packed) {
+    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1);
+    TORCH_CHECK(float_matrix(packed, outputs).inputs == inputs, "the panels are of another weight");
+    for_dtype(packed.scalar_type(), [&](auto tag) {
         auto* data = static_cast<decltype(tag)*>(packed.mutable_data_ptr());
-        at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
-            for (int64_t panel = from; panel < to; panel++)
-                pack_panel(parts, panel, outputs, inputs, data + panel * inputs * PANEL);
+        at::parallel_for(0, packed.size(0), 1, [&](int64_t from, int64_t to) {
+            for (int64_t panel = from; panel < to; panel++) pack_panel(parts, panel, inputs, data + panel * inputs * PANEL);
         });
     });
-    return packed;
 }
 
 void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y) {
@@ -194,10 +171,12 @@ void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t
 }
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-    m.def("pack_linear(Tensor[] parts, ScalarType dtype) -> Tensor");
+    m.def("float_panels(int outputs, int inputs, ScalarType dtype) -> Tensor");
+    m.def("pack_linear(Tensor[] parts, Tensor(a!) packed) -> ()");
     m.def("packed_rows(Tensor packed, Tensor ids, Tensor(a!) y) -> ()");
     m.def("linear(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) y) -> ()");
 }
+TORCH_LIBRARY_IMPL(quire, CompositeExplicitAutograd, m) { m.impl("float_panels", float_panels); }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
     m.impl("pack_linear", pack_linear);
     m.impl("packed_rows", packed_rows);

@@ -35,7 +35,7 @@ struct Matrix {
     int width(int64_t panel) const { return int(std::min<int64_t>(PANEL, outputs - panel * PANEL)); }
 };
 
-// Matrices of tensors that `pack_linear`, `pack_quantized` and `round_and_pack` returned. Raise c10::Error for any
+// Matrices of tensors that `pack_linear`, `pack_quantized` and `round_and_pack` filled. Raise c10::Error for any
 // others.
 Matrix float_matrix(const at::Tensor& packed, int64_t outputs);
 Matrix group_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point);

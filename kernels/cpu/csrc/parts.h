@@ -3,11 +3,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <immintrin.h>
 
 #include <algorithm>
 
 #include "dtypes.h"
 #include "matrix.h"
+#include "simd.h"
 
 namespace quire {
 
@@ -22,20 +24,28 @@ inline int64_t count_outputs(at::TensorList parts) {
     return outputs;
 }
 
+// Calls f(part, first, lane, count) for each part of a weight that has outputs in a panel: `count` of them, from its
+// output `first` on, are in the lanes from `lane` on. `parts` are tensors with a row for each output.
+template <class F>
+void for_each_part(at::TensorList parts, int64_t panel, F&& f) {
+    int64_t begin = 0;
+    for (size_t part = 0; part < parts.size(); begin += parts[part++].size(0)) {
+        int64_t from = std::max(panel * PANEL, begin), to = std::min((panel + 1) * PANEL, begin + parts[part].size(0));
+        if (from < to) f(part, from - begin, int(from - panel * PANEL), int(to - from));
+    }
+}
+
 // Calls f(row, stride, lane) for each output of a panel: its inputs are row[0], row[stride], ... of the C++ type of its
 // part, and `lane` is its place in the panel.
 template <class F>
 void for_each_output(at::TensorList parts, int64_t panel, F&& f) {
-    int64_t first = 0;
-    for (const at::Tensor& part : parts) {
-        int64_t from = std::max(panel * PANEL, first), to = std::min((panel + 1) * PANEL, first + part.size(0));
-        for_dtype(part.scalar_type(), [&](auto tag) {
-            const auto* weights = static_cast<const decltype(tag)*>(part.const_data_ptr());
-            for (int64_t n = from; n < to; n++)
-                f(weights + (n - first) * part.stride(0), part.stride(1), int(n - panel * PANEL));
+    for_each_part(parts, panel, [&](size_t part, int64_t first, int lane, int count) {
+        const at::Tensor& weight = parts[part];
+        for_dtype(weight.scalar_type(), [&](auto tag) {
+            const auto* rows = static_cast<const decltype(tag)*>(weight.const_data_ptr()) + first * weight.stride(0);
+            for (int n = 0; n < count; n++) f(rows + n * weight.stride(0), weight.stride(1), lane + n);
         });
-        first += part.size(0);
-    }
+    });
 }
 
 // Reads inputs of an output, row[0], row[stride], ..., into x (count) in float32.
@@ -44,6 +54,30 @@ void read_inputs(const T* row, int64_t stride, int64_t count, float* x) {
     int64_t k = 0;
     for (; stride == 1 && k + 16 <= count; k += 16) F32x16::load(row + k).store(x + k);
     for (; k < count; k++) x[k] = widen(row[k * stride]);
+}
+
+// Writes x (8, 8) to y with its rows as columns. Strides are in floats.
+inline void transpose(const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+    __m256 pairs[8], quads[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        int row = i / 2 * 4 + i % 2;  // 0, 1, 4, 5: joined with the one after the next
+        __m256 a = _mm256_loadu_ps(x + row * x_stride), b = _mm256_loadu_ps(x + (row + 2) * x_stride);
+        pairs[2 * i] = _mm256_unpacklo_ps(a, b);
+        pairs[2 * i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 8; half += 4)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            quads[half + 2 * i] = _mm256_unpacklo_ps(pairs[half + i], pairs[half + 2 + i]);
+            quads[half + 2 * i + 1] = _mm256_unpackhi_ps(pairs[half + i], pairs[half + 2 + i]);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x20));
+        _mm256_storeu_ps(y + (4 + i) * y_stride, _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x31));
+    }
 }
 
 }  // namespace quire

@@ -140,60 +140,6 @@ QuantPosition quant_position(int lane, int k) {
     return {k % 16 / 4 * 128 + column, k / 16 * 4};
 }
 
-// Packs the quants (32) of an output's group into its lane of a record, four at a time.
-template <int BITS>
-void pack_quants(const uint8_t* quants, int lane, uint8_t* record) {
-    for (int k = 0; k < QUANT_GROUP_SIZE * BITS / 8; k += 4) {
-        uint32_t four;
-        std::memcpy(&four, quants + k, 4);
-        if constexpr (BITS == 4) {
-            uint32_t high;
-            std::memcpy(&high, quants + QUANT_GROUP_SIZE / 2 + k, 4);
-            four |= high << 4;
-        }
-        std::memcpy(record + quant_position<BITS>(lane, k).byte, &four, 4);
-    }
-}
-
-template <int BITS, bool MINS>
-at::Tensor pack(const at::Tensor& quants, const at::Tensor& scales, const at::Tensor* mins) {
-    int64_t outputs = quants.size(0), inputs = quants.size(1), groups = inputs / QUANT_GROUP_SIZE;
-    int64_t panels = (outputs + PANEL - 1) / PANEL;
-    using R = Record<BITS, MINS>;
-    at::Tensor packed = at::empty({panels, groups, R::bytes}, at::kByte);
-    uint8_t* records = packed.mutable_data_ptr<uint8_t>();
-    if (outputs % PANEL) std::fill_n(records + (panels - 1) * groups * R::bytes, groups * R::bytes, 0);
-    const uint8_t* quant = quants.const_data_ptr<uint8_t>();
-    const fp16* scale = static_cast<const fp16*>(scales.const_data_ptr());
-    const fp16* min = MINS ? static_cast<const fp16*>(mins->const_data_ptr()) : nullptr;
-    at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
-        for (int64_t n = from * PANEL; n < std::min(to * PANEL, outputs); n++)
-            for (int64_t g = 0; g < groups; g++) {
-                uint8_t* record = records + ((n / PANEL) * groups + g) * R::bytes;
-                int lane = n % PANEL;
-                pack_quants<BITS>(quant + n * inputs + g * QUANT_GROUP_SIZE, lane, record);
-                fp16* tail = reinterpret_cast<fp16*>(record + R::quant_bytes);
-                tail[lane] = scale[n * groups + g];
-                if (MINS) tail[PANEL + lane] = min[n * groups + g];
-            }
-    });
-    return packed;
-}
-
-at::Tensor pack_quantized(const at::Tensor& quants, const at::Tensor& scales, const std::optional<at::Tensor>& mins,
-                          int64_t bits) {
-    TORCH_CHECK(quants.scalar_type() == at::kByte && quants.is_contiguous(), "quants must be uint8 and contiguous");
-    TORCH_CHECK(quants.size(1) % QUANT_GROUP_SIZE == 0, "inputs must be a multiple of ", QUANT_GROUP_SIZE);
-    TORCH_CHECK(scales.scalar_type() == at::kHalf && scales.is_contiguous(), "scales must be float16 and contiguous");
-    TORCH_CHECK(scales.size(0) == quants.size(0) && scales.size(1) * QUANT_GROUP_SIZE == quants.size(1),
-                "there must be a scale for each group");
-    TORCH_CHECK(!mins || (mins->scalar_type() == at::kHalf && mins->is_contiguous() && mins->sizes() == scales.sizes()),
-                "mins must be like the scales");
-    if (bits == 8) return mins ? pack<8, true>(quants, scales, &*mins) : pack<8, false>(quants, scales, nullptr);
-    TORCH_CHECK(bits == 4, "8 or 4 bits");
-    return mins ? pack<4, true>(quants, scales, &*mins) : pack<4, false>(quants, scales, nullptr);
-}
-
 void quantized_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, bool has_mins, int64_t zero_point,
                       const std::optional<at::Tensor>& bias, at::Tensor& y) {
     matmul(group_matrix(packed, y.size(1), bits, has_mins, zero_point), x, bias, y);
@@ -251,14 +197,12 @@ void group_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t pane
 }
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-    m.def("pack_quantized(Tensor quants, Tensor scales, Tensor? mins, int bits) -> Tensor");
     m.def("quantized_rows(Tensor packed, int bits, bool has_mins, int zero_point, Tensor ids, Tensor(a!) y) -> ()");
     m.def(
         "quantized_linear(Tensor x, Tensor packed, int bits, bool has_mins, int zero_point, Tensor? bias, "
         "Tensor(a!) y) -> ()");
 }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
-    m.impl("pack_quantized", pack_quantized);
     m.impl("quantized_rows", quantized_rows);
     m.impl("quantized_linear", quantized_linear);
 }

@@ -154,9 +154,10 @@ struct F32x16 {
         _mm256_storeu_ps(p + 8, hi);
     }
     void store(int8_t* p) const {
-        float lanes[16];
-        round().store(lanes);
-        for (int i = 0; i < 16; i++) p[i] = int8_t(lanes[i]);
+        __m256i pairs = _mm256_packs_epi32(_mm256_cvtps_epi32(lo), _mm256_cvtps_epi32(hi));
+        __m256i words = _mm256_permute4x64_epi64(pairs, 0b11011000);
+        __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
     }
     F32x16 operator+(F32x16 o) const { return {_mm256_add_ps(lo, o.lo), _mm256_add_ps(hi, o.hi)}; }
     F32x16 operator-(F32x16 o) const { return {_mm256_sub_ps(lo, o.lo), _mm256_sub_ps(hi, o.hi)}; }

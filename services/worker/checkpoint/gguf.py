@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedWeight, Rows, StackedWeight, stack
 from services.worker.checkpoint.config_json import ConfigJson
 from shared.gguf.damage import damage_as_model_error
 from shared.gguf.header import read_header
-from shared.gguf.tensor_data import is_simple_quantized
-from shared.gguf.tensors import find_tensors
+from shared.gguf.tensor_data import QuantizedMatrix, is_mapped, is_simple_quantized
+from shared.gguf.tensors import GGUFTensor, find_tensors
 
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -41,14 +41,17 @@ class GGUFWeights:
         """True if some tensors are in a format that matmuls can use."""
         return any(is_simple_quantized(tensor.stored) for tensor in self._tensors.values())
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Return the matrix (outputs, inputs) with its quants, or None if matmuls cannot use its format."""
-        matrix = self._tensors[name].read_quantized(torch.get_num_threads())
-        if matrix is None:
+    def get_quantized(self, name: str) -> QuantizedWeight | StackedWeight | None:
+        """Return the matrix (outputs, inputs) with its quants in the file, or None if matmuls cannot use its format."""
+        matrices = self._tensors[name].map_quantized()
+        if matrices is None:
             return None
-        quants, scales = torch.from_numpy(matrix.quants), torch.from_numpy(matrix.scales)
-        mins = None if matrix.mins is None else torch.from_numpy(matrix.mins)
-        return QuantizedWeight(matrix.bits, quants, scales, mins, matrix.zero_point)
+        return stack([_quantized_weight(matrix) for matrix in matrices])
+
+    def dequantized_rows(self, name: str) -> Rows | None:
+        """Return the matrix (outputs, inputs) in float32; None if it is no matrix, or is mapped as it is."""
+        tensor = self._tensors[name]
+        return None if is_mapped(tensor.stored) or len(tensor.shape) == 1 else _DequantizedRows(tensor)
 
     def mapped(self, name: str) -> list[Tensor]:
         """Return the bytes of the file that the tensor is read from."""
@@ -61,3 +64,24 @@ class GGUFWeights:
         tensor = self._tensors[name]
         with damage_as_model_error(tensor.stored):
             return torch.from_numpy(tensor.read(torch.get_num_threads()))
+
+
+class _DequantizedRows:
+    def __init__(self, tensor: GGUFTensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._tensor.matrix_shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        with damage_as_model_error(self._tensor.stored):
+            return torch.from_numpy(self._tensor.read_rows(rows, torch.get_num_threads()))
+
+
+def _quantized_weight(matrix: QuantizedMatrix) -> QuantizedWeight:
+    bits, quants, scales, mins, zero_point = matrix
+    stored_mins = None if mins is None else torch.from_numpy(mins)
+    return QuantizedWeight(
+        bits, torch.from_numpy(quants), torch.from_numpy(scales), stored_mins, zero_point, layout="gguf"
+    )

@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, Rows, unpack_awq, unpack_words
 from services.worker.checkpoint.quantization_config import QuantizationConfig
 from shared.errors import ModelError
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_ALIGNMENT = 8  # outputs in an int32, of either number of bits
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -40,20 +40,64 @@ class Shard(Protocol):
 class _PackedMatrix(NamedTuple):
     """A module's tensors, whose shapes fit each other."""
 
+    config: QuantizationConfig
     qweight: Tensor
     qzeros: Tensor
     scales: Tensor
     g_idx: Tensor  # (in,) int64
     shape: tuple[int, int]  # (out, in)
 
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] if self.config.group_size == -1 else self.config.group_size
 
-class _Unpacked(NamedTuple):
-    """A module's weight, one element for each quant."""
+    @property
+    def zero_points(self) -> Tensor:
+        """The zero points (out, groups) uint8."""
+        if self.config.method == "gptq":
+            zero_points = unpack_words(self.qzeros, self.config.bits).T.contiguous()
+        else:
+            zero_points = unpack_awq(self.qzeros)
+        zero_points += self.config.zero_offset
+        return zero_points.bitwise_and_(2**self.config.bits - 1)  # one of 0 may be stored as -1
 
-    quants: Tensor  # (out, in) uint8
-    zero_points: Tensor  # (out, groups) uint8
-    scales: Tensor  # (out, groups)
-    g_idx: Tensor  # (in,) int64, below groups
+    @property
+    def quants(self) -> Tensor:
+        """The quants (out, in) uint8."""
+        if self.config.method == "awq":
+            return unpack_awq(self.qweight)
+        return unpack_words(self.qweight.T.contiguous(), self.config.bits)
+
+    def outputs(self, first: int, end: int) -> "_PackedMatrix":
+        """Return the matrix of some outputs. Both numbers must be multiples of those in an int32."""
+        words = slice(first * self.config.bits // 32, end * self.config.bits // 32)
+        columns = words if self.config.method == "awq" else slice(first, end)
+        return self._replace(
+            qweight=self.qweight[:, columns],
+            qzeros=self.qzeros[:, words],
+            scales=self.scales[:, first:end],
+            shape=(end - first, self.shape[1]),
+        )
+
+
+class _DequantizedRows:
+    """A matrix (out, in) in float32."""
+
+    def __init__(self, matrix: _PackedMatrix) -> None:
+        self._matrix = matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._matrix.shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(self.shape[0])
+        first = start // _ALIGNMENT * _ALIGNMENT
+        matrix = self._matrix.outputs(first, min(-(-stop // _ALIGNMENT) * _ALIGNMENT, self.shape[0]))
+        floats = matrix.quants.float()
+        floats -= matrix.zero_points.float()[:, matrix.g_idx]
+        floats *= matrix.scales.T.float()[:, matrix.g_idx]
+        return floats[start - first : stop - first]
 
 
 class PackedWeights:
@@ -84,9 +128,10 @@ class PackedWeights:
         return self._matrices[name].shape
 
     def mapped(self, name: str) -> list[Tensor]:
-        """Return what is mapped of the matrix's quants; its other tensors are small, or in memory."""
-        qweight = f"{name.removesuffix('.weight')}.qweight"
-        return self._tensors[qweight].mapped(qweight)
+        """Return the parts of mapped files that the matrix is read from, without g_idx, which is small."""
+        module = name.removesuffix(".weight")
+        names = [module + suffix for suffix in _SUFFIXES[:3]]
+        return [mapped for tensor in names for mapped in self._tensors[tensor].mapped(tensor)]
 
     @property
     def method(self) -> Literal["gptq", "awq"]:
@@ -94,42 +139,32 @@ class PackedWeights:
 
     def get_tensor(self, name: str) -> Tensor:
         """Return the matrix in float32."""
-        quants, zero_points, scales, g_idx = self._unpack(name)
-        floats = quants.float()
-        floats -= zero_points.float()[:, g_idx]
-        floats *= scales.float()[:, g_idx]
-        return floats
+        return self.dequantized_rows(name)[:]
+
+    def dequantized_rows(self, name: str) -> Rows:
+        """Return the matrix (outputs, inputs) in float32."""
+        return _DequantizedRows(self._matrices[name])
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Return the matrix with its quants; None if 32 adjacent inputs do not share a scale that fits float16.
+        """Return the matrix with its quants in the file; None if its scales do not fit float16.
 
-        If g_idx scatters a group's inputs, the inputs are permuted to make it contiguous. One zero point for the whole
+        If groups are not of neighbouring inputs in order, inputs are to be permuted. One zero point for the whole
         matrix is exact. Zero points that differ become mins, -zero_point * scale rounded to float16. The error is at
         most 2**-11 of the min: with 4 bits, at most a 128th of the scale.
         """
-        quants, zero_points, scales, g_idx = self._unpack(name)
-        order = None if _in_whole_groups(g_idx) else g_idx.argsort(stable=True)
-        if order is not None:
-            quants, g_idx = quants[:, order], g_idx[order]
-        half_scales = scales.half()
-        if not _in_whole_groups(g_idx) or not torch.equal(half_scales.float(), scales.float()):
+        matrix = self._matrices[name]
+        scales, zero_points = matrix.scales.half(), matrix.zero_points
+        if not torch.equal(scales.float(), matrix.scales.float()):
             return None
-        groups, zero_point, mins = g_idx[::QUANT_GROUP_SIZE], int(zero_points.view(-1)[0]), None
+        zero_point, mins = int(zero_points.view(-1)[0]), None
         if not (zero_points == zero_point).all():
-            mins, zero_point = (zero_points.float() * -scales.float()).half()[:, groups], 0
+            mins, zero_point = (zero_points.float() * -matrix.scales.T.float()).half(), 0
             if not mins.isfinite().all():
                 return None
-        return QuantizedWeight(self._config.bits, quants, half_scales[:, groups], mins, zero_point, order)
-
-    def _unpack(self, name: str) -> _Unpacked:
-        qweight, qzeros, scales, g_idx, _ = self._matrices[name]
-        bits = self._config.bits
-        if self._config.method == "gptq":
-            quants, zero_points = _unpack(qweight.T.contiguous(), bits), _unpack(qzeros, bits).T.contiguous()
-        else:
-            quants, zero_points = _unpack_awq(qweight), _unpack_awq(qzeros)
-        zero_points = zero_points + self._config.zero_offset & 2**bits - 1  # a zero point of 0 may be stored as -1
-        return _Unpacked(quants, zero_points, scales.T.contiguous(), g_idx)
+        in_order = torch.equal(matrix.g_idx, torch.arange(matrix.shape[1]) // matrix.group_size)
+        order = None if in_order else matrix.g_idx.argsort(stable=True)
+        layout, bits, group_size = self._config.method, self._config.bits, matrix.group_size
+        return QuantizedWeight(bits, matrix.qweight, scales.T, mins, zero_point, order, layout, group_size)
 
     def _matrix(self, module: str) -> _PackedMatrix:
         qweight, qzeros, scales = (self._read(module + suffix) for suffix in _SUFFIXES[:3])
@@ -150,9 +185,8 @@ class PackedWeights:
         _check_shape(f"{module}.qzeros", qzeros, (groups, outputs // pack_factor))
         if inputs % QUANT_GROUP_SIZE or outputs % pack_factor:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
-        return _PackedMatrix(
-            qweight, qzeros, scales, self._g_idx(module, inputs, group_size, groups), (outputs, inputs)
-        )
+        g_idx = self._g_idx(module, inputs, group_size, groups)
+        return _PackedMatrix(self._config, qweight.contiguous(), qzeros, scales, g_idx, (outputs, inputs))
 
     def _g_idx(self, module: str, inputs: int, group_size: int, groups: int) -> Tensor:
         """Return the group of each input (in,): `g_idx` if its groups have the right sizes, else contiguous groups.
@@ -176,27 +210,6 @@ class PackedWeights:
         if name not in self._tensors:
             raise ModelError(f"tensor {name} is missing")
         return self._tensors[name].get_tensor(name)
-
-
-def _in_whole_groups(g_idx: Tensor) -> bool:
-    """Return whether every 32 adjacent inputs belong to one group."""
-    blocks = g_idx.view(-1, QUANT_GROUP_SIZE)
-    return bool((blocks == blocks[:, :1]).all())
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack int32 words `packed` (R, C), lowest bits first, to uint8 quants (R, C * 32 / bits)."""
-    octets = packed.contiguous().view(torch.uint8)
-    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
-
-
-def _unpack_awq(packed: Tensor) -> Tensor:
-    """Unpack and transpose int32 words `packed` (R, C) to uint8 quants (C * 8, R)."""
-    words = packed.T.contiguous()
-    quants = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
-    for index, output in enumerate(_AWQ_ORDER):
-        quants[:, output] = words >> 4 * index & 15
-    return quants.flatten(0, 1)
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedWeight, Rows, StackedWeight
 from services.worker.checkpoint.gguf import GGUFWeights
 from services.worker.checkpoint.gptq_awq import PackedWeights, Shard
 from services.worker.checkpoint.model_folder import ModelFolder, WeightFormat, find_weights, ignored_index
@@ -103,7 +103,7 @@ class WeightFiles:
         shard = self._shards[name]
         return isinstance(shard, PackedWeights) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
+    def get_quantized(self, name: str) -> QuantizedWeight | StackedWeight | None:
         """Return the matrix called `name` (outputs, inputs) with its quants, or None if matmuls cannot use them."""
         shard = self._shards[name]
         return shard.get_quantized(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
@@ -112,6 +112,12 @@ class WeightFiles:
         """Return the parts of mapped files that the tensor called `name` is read from; none if it is in memory."""
         with self._errors_named(name):
             return self._shards[name].mapped(name)
+
+    def rows(self, name: str) -> Rows:
+        """Return the tensor called `name`, or the matrix (outputs, inputs) that its rows are yet to be computed of."""
+        shard = self._shards.get(name)
+        rows = shard.dequantized_rows(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
+        return self.get(name) if rows is None else rows
 
     def get(self, name: str) -> Tensor:
         """Return the tensor called `name`."""

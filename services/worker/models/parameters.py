@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, FloatWeight, RoundedWeight, Weight, stack
+from kernels.quantized import QUANT_GROUP_SIZE, FloatWeight, RoundedWeight, Rows, Weight, row_blocks, stack
 from services.worker.checkpoint.mapped_pages import release, will_need
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
@@ -64,7 +64,11 @@ class CheckpointWeights:
         rows = sum(tensor.shape[0] for tensor in source.tensors)
         parameter = torch.empty((rows, *source.tensors[0].shape[1:]), dtype=self._precision.dtype, device=self.device)
         targets = torch.split(parameter, [tensor.shape[0] for tensor in source.tensors])
-        self._copy(zip(targets, self._stored(source), strict=True))
+        self._copy(
+            (target[first : first + len(rows)], rows)
+            for target, part in zip(targets, self._stored(source), strict=True)
+            for first, (rows,) in row_blocks([part])
+        )
         self._report(parameter.nbytes)
         return parameter
 
@@ -84,10 +88,13 @@ class CheckpointWeights:
         self._report(source.elements * precision.dtype.itemsize)
         return float_matrix(list(self._stored(source)), precision)
 
-    def _stored(self, source: ParameterSource) -> Iterator[Tensor]:
-        """Yield the stored tensors that are the parts of a parameter."""
+    def _stored(self, source: ParameterSource) -> Iterator[Rows]:
+        """Yield the parts of a parameter, as they are stored or to be dequantised."""
         for tensor in source.tensors:
-            stored = self._files.get(tensor.name)
+            stored = self._files.rows(tensor.name)
+            if not isinstance(stored, Tensor):
+                yield stored
+                continue
             if tensor.expert is not None:
                 stored = stored[tensor.expert]
             yield stored.T if source.transposed else stored
@@ -182,11 +189,10 @@ def load_weights(
         logger.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
 
 
-def float_matrix(parts: Sequence[Tensor], precision: Precision) -> FloatWeight | RoundedWeight:
+def float_matrix(parts: Sequence[Rows], precision: Precision) -> FloatWeight | RoundedWeight:
     """Return the matrix with the outputs of all `parts` (out, in), to be rounded to 8 or 4 bits if `precision` says so
     and it has whole groups.
     """
-    parts = [part.float() if part.dtype == torch.float64 else part for part in parts]  # kernels take no float64
     if precision.quantization not in ("int8", "int4") or parts[0].shape[1] % QUANT_GROUP_SIZE:
         return FloatWeight(precision.dtype, parts)
     return RoundedWeight(8 if precision.quantization == "int8" else 4, parts)

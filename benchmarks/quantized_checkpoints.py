@@ -1,0 +1,140 @@
+"""Writes checkpoints of random quants, to measure how they load.
+
+    python -m benchmarks.quantized_checkpoints FOLDER --model 1b --formats gptq awq Q8_0 Q4_K
+
+Each goes into FOLDER/FORMAT, or FOLDER/FORMAT.gguf for a type of GGUF. GPTQ and AWQ have 4 bits in groups of 128 inputs
+and an embedding of floats, as most such checkpoints; `gptq-ordered` was quantised in the order of activations. In a
+GGUF file all matrices are of one type. What they compute means nothing, but is finite.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType
+from gguf.tensor_mapping import get_tensor_name_map
+from numpy.typing import NDArray
+
+from benchmarks.peers.models import MODELS, Shape
+from benchmarks.peers.random_weights import DEVIATION, LAYERS_PER_FILE, Tensors, write_files
+
+GROUP_SIZE = 128
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "checkpoint_format": "gptq"}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "gptq": GPTQ | {"desc_act": False},
+    "gptq-ordered": GPTQ | {"desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
+}
+
+FLOATS = {"Q4_0": (0,), "Q4_1": (0, 1), "Q8_0": (0,), "Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (-1,)}
+"""Where a block of each type has its float16 numbers, counted in numbers."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=[key for key, model in MODELS.items() if model.shape], default="1b")
+    parser.add_argument("--formats", nargs="+", choices=[*QUANTIZATIONS, *FLOATS], default=[*QUANTIZATIONS, *FLOATS])
+    options = parser.parse_args()
+    shape = MODELS[options.model].shape
+    assert shape
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name in options.formats:
+        if name in FLOATS:
+            write_gguf(shape, options.folder / f"{name}.gguf", GGMLQuantizationType[name])
+        else:
+            write_packed(shape, options.folder / name, QUANTIZATIONS[name])
+
+
+def write_packed(shape: Shape, folder: Path, quantization: dict[str, Any]) -> None:
+    """Write the folder of a GPTQ or AWQ checkpoint."""
+    folder.mkdir(exist_ok=True)
+    config = shape.config() | {"dtype": "float16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_files(folder, _packed_files(shape, quantization, torch.Generator().manual_seed(0)))
+
+
+def _packed_files(shape: Shape, quantization: dict[str, Any], random: torch.Generator) -> Iterator[Tensors]:
+    yield {name: _floats(size, random) for name, size in shape.ends()}
+    for first in range(0, shape.layers, LAYERS_PER_FILE):
+        file: Tensors = {}
+        for number in range(first, min(first + LAYERS_PER_FILE, shape.layers)):
+            for name, size in shape.layer(number):
+                if len(size) == 1:
+                    file[name] = _floats(size, random)
+                else:
+                    module = name.removesuffix(".weight")
+                    tensors = _packed(size[0], size[1], quantization, random)
+                    file |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
+        yield file
+
+
+def _packed(outputs: int, inputs: int, quantization: dict[str, Any], random: torch.Generator) -> Tensors:
+    def words(rows: int, columns: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, (rows, columns), generator=random).int()
+
+    groups = inputs // GROUP_SIZE
+    scales = torch.rand(groups, outputs, generator=random).half() * (DEVIATION / 4)
+    if quantization["quant_method"] == "awq":
+        return {"qweight": words(inputs, outputs // 8), "qzeros": words(groups, outputs // 8), "scales": scales}
+    g_idx = torch.arange(inputs, dtype=torch.int32) // GROUP_SIZE
+    if quantization["desc_act"]:
+        g_idx = g_idx[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    zeros = torch.full((groups, outputs // 8), 0x77777777, dtype=torch.int32)  # 8 less 1 each: symmetric
+    return {"qweight": words(inputs // 8, outputs), "qzeros": zeros, "scales": scales, "g_idx": g_idx}
+
+
+def _floats(size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    if len(size) == 1:
+        return torch.ones(size, dtype=torch.float16)
+    return torch.empty(size).normal_(0, DEVIATION, generator=random).half()
+
+
+def write_gguf(shape: Shape, path: Path, type: GGMLQuantizationType) -> None:
+    """Write a GGUF file whose matrices are all of `type`."""
+    writer = GGUFWriter(path, "llama", use_temp_file=True)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.config()["max_position_embeddings"])
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.feed_forward)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    letters = [chr(33 + token) if token < 94 else f"[{token}]" for token in range(shape.vocabulary - 1)]
+    writer.add_token_list([*letters, "zz"])
+    writer.add_token_types([1] * shape.vocabulary)
+    writer.add_token_merges(["z z"])
+    names, random = get_tensor_name_map(MODEL_ARCH.LLAMA, shape.layers), np.random.default_rng(0)
+    for name, size in (*shape.ends(), *(tensor for layer in range(shape.layers) for tensor in shape.layer(layer))):
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored
+        if len(size) == 1:
+            writer.add_tensor(stored, np.ones(size, np.float32))
+        else:
+            writer.add_tensor(stored, _blocks(size[0], size[1], type, random), raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _blocks(rows: int, columns: int, type: GGMLQuantizationType, random: np.random.Generator) -> NDArray[np.uint8]:
+    """Return random blocks (rows, bytes), whose floats are small and positive."""
+    block, size = GGML_QUANT_SIZES[type]
+    stored = random.integers(0, 256, (rows, columns // block * size), np.uint8)
+    numbers = stored.view(np.float16).reshape(rows, -1, size // 2)
+    for place in FLOATS[type.name]:
+        numbers[..., place] = random.random(numbers.shape[:2], np.float32) * (DEVIATION / block)
+    return stored
+
+
+if __name__ == "__main__":
+    main()
