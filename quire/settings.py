@@ -23,7 +23,7 @@ from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
 INTERNAL = frozenset(
     {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "zmq_keys", "insecure"}
-    | {"probe_uds", "admin_port", "local_rank", "local_world_size"}
+    | {"probe_uds", "admin_port", "rank", "rendezvous", "local_rank", "local_world_size"}
 )
 
 SECRET = frozenset({"api_key"})

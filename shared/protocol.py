@@ -33,7 +33,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 9
+VERSION = 10
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -496,8 +496,8 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
 
     version: Count
     identity: ShortText  # the socket's identity, for logs
-    rank: Index
-    world_size: Index  # number of ranks
+    rank: Index  # its number; the first rank of the last stage samples, and its results count
+    world_size: Index  # ranks that compute the model together
     pid: Index  # on the worker's host
     device: ShortText
     model: ModelInfo
@@ -509,6 +509,7 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
     swap_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # measured, in the slower direction
     max_loras: Index = 0  # adapter slots; 0: the worker takes no adapters
     max_cpu_loras: Index = 0  # adapters that the worker keeps in host memory
+    num_stages: Annotated[int, Meta(ge=1, le=1024)] = 1  # pipeline stages, each of equally many ranks
 
 
 class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -526,7 +527,7 @@ NOTHING_LEFT = "no token may come next: allowed_token_ids, bad_words and the out
 
 
 class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The result of the plan of the same epoch and step."""
+    """The result of the plan of the same epoch and step. Ranks that do not sample send it without rows."""
 
     epoch: Epoch
     step: Count

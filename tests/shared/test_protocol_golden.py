@@ -16,7 +16,7 @@ SIDES = {
 }
 EXAMPLES = {f"{side}.{type(one).__name__}": one for side, (examples, _, _) in SIDES.items() for one in examples}
 
-GOLDEN_VERSION = 9
+GOLDEN_VERSION = 10
 GOLDEN = {
     "FROM_GATEWAY.Hello": ("930101ab676174657761792d312d61"),
     "FROM_GATEWAY.Submit": (
