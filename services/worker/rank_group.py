@@ -114,12 +114,6 @@ class RankGroup:
             dist.recv(x, self.parallel.rank - self.parallel.tensor_parallel_size)
         return x
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Return the sampling rank's `x` on all ranks. The others pass a tensor of the same shape and type."""
-        if self._connected:
-            dist.broadcast(x, self.parallel.sampling_rank)
-        return x
-
     def _gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.parallel.tensor_parallel_size)]
