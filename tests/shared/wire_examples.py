@@ -112,6 +112,7 @@ TO_WORKER: list[Struct] = [
         [(12, 3)],
         [(4, 13)],
         [(1, 17)],
+        [(0, 42)],
     ),
     Stop(),
     LoadAdapter(17, "/adapters/1"),
