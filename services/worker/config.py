@@ -122,13 +122,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     ] = None
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Threads for computing on a CPU; unset: every core, or an engine's part of them."),
+        Meta(description="Threads for computing on a CPU; unset: every core, or a worker's part of them."),
     ] = None
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=1024, description="Ranks that divide each layer of the model among them.")
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Meta(ge=1, le=1024, description="Stages, which have consecutive layers of the model each.")
+        int, Meta(ge=1, le=64, description="Stages, which have consecutive layers of the model each.")
     ] = 1
     rank: Annotated[
         int, Meta(ge=0, description="Number of this worker among the ranks that compute the model together.")

@@ -149,6 +149,7 @@ class ModelRunner:
             swap_bytes_per_second=bandwidth,
             max_loras=config.max_loras if self._adapters else 0,
             max_cpu_loras=config.num_host_adapters if self._adapters else 0,
+            num_stages=config.pipeline_parallel_size,
         )
 
     @property
@@ -179,6 +180,10 @@ class ModelRunner:
                 self._graphs = DecodeGraphs(graph_sizes(message.max_num_seqs), forward, self._new_capture())
         self._sizes = sizes
 
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step of the epoch that was configured, and wait for its result."""
         return self.launch(plan).result()
@@ -195,7 +200,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step. What a plan says goes to the device in one copy, and what it has computed comes back in one."""
+        """Launch a step. All that the plan says goes to the device in one copy, and its result comes back in one."""
         if self._state is None:
             raise RuntimeError("a plan came before any configuration")
         timer = StepTimer(self.device)

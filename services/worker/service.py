@@ -373,7 +373,7 @@ class _Connection:
             swap_bytes_per_second=info.swap_bytes_per_second,
             max_loras=info.max_loras,
             max_cpu_loras=info.max_cpu_loras,
-            num_stages=parallel.pipeline_parallel_size,
+            num_stages=info.num_stages,
         )
 
 
