@@ -33,7 +33,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 10
+VERSION = 11
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -455,7 +455,8 @@ class TableWrite(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The computation of positions `start` to `start + count - 1` of a slot's sequence.
 
-    The slot already has their tokens: they came with the sequence, or an earlier step sampled them.
+    The slot already has their tokens: they came with the sequence, or an earlier step sampled them. Ranks of pipeline
+    stages before the last do not see what is sampled, and get those from the plan's `sampled`.
     """
 
     slot: Index
@@ -465,10 +466,15 @@ class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The plan of one step: the changes since the last plan, and the rows to compute.
+    """The plan of one step: the changes since the last plan, and the rows to compute. All ranks get the same one.
 
-    The worker applies it in this order: released slots, new sequences, forks, table writes, blocks swapped out, block
-    copies, blocks swapped in, adapter slots, and then one forward pass over all rows.
+    The worker applies it in this order: released slots, new sequences, forks, sampled tokens, table writes, blocks
+    swapped out, block copies, blocks swapped in, adapter slots, and then one forward pass over all rows.
+
+    With pipeline stages, a slot whose next token is being sampled has no row until the result of that step is back.
+    The plan that goes on with it names the token in `sampled`: it stands at `start` of the slot's row, behind those
+    that the slot had. Each is named once, and to all ranks. Without stages `sampled` is empty: all ranks see what is
+    sampled, before the scheduler does.
     """
 
     epoch: Epoch
@@ -482,6 +488,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
     swap_out: list[tuple[Index, Index]] = []  # (block, host block), in all layers
     swap_in: list[tuple[Index, Index]] = []  # (host block, block), in all layers
     adapter_slots: list[tuple[Index, Count]] = []  # (adapter slot, adapter): it holds this one from now on
+    sampled: list[tuple[Index, Index]] = []  # (slot, token): its next one, if there are pipeline stages
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
