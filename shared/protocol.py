@@ -471,10 +471,10 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
     The worker applies it in this order: released slots, new sequences, forks, sampled tokens, table writes, blocks
     swapped out, block copies, blocks swapped in, adapter slots, and then one forward pass over all rows.
 
-    With pipeline stages, a slot whose next token is being sampled has no row until the result of that step is back. The
-    plan that goes on with it names the token in `sampled`: it is the one at `start` of the slot's row, and follows those
-    that the slot had. Each is named once, to all ranks. Without stages, `sampled` is empty: ranks learn what is sampled
-    from each other, before the scheduler does.
+    With pipeline stages, a slot whose next token is being sampled has no row until the result of that step is back.
+    The plan that goes on with it names the token in `sampled`: it stands at `start` of the slot's row, behind those
+    that the slot had. Each is named once, and to all ranks. Without stages `sampled` is empty: all ranks see what is
+    sampled, before the scheduler does.
     """
 
     epoch: Epoch

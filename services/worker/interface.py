@@ -23,7 +23,7 @@ class WorkerInfo(Struct, frozen=True):
     swap_bytes_per_second: float = 0.0  # of copies to host memory or back, whichever is slower, measured
     max_loras: int = 0  # slots of adapters; 0: it takes none
     max_cpu_loras: int = 0  # adapters in host memory
-    num_stages: int = 1  # pipeline stages of the model, of which the runner has one
+    num_stages: int = 1  # of the pipeline that computes the model
 
 
 class OutOfMemory(RuntimeError):

@@ -72,7 +72,7 @@ class Planner:
         """Return what sequences share that do not continue their output, of which `num_chunked` run already."""
         rows, limits, block_size = len(builder.rows), self._limits, self._block_manager.block_size
         largest = limits.max_num_batched_tokens - rows
-        streaming = rows > 0 or builder.num_skipped > 0  # somebody waits for a next token
+        streaming = rows + builder.num_skipped + builder.num_deferred > 0  # somebody waits for a next token
         fitting = None
         if streaming and limits.max_step_seconds:
             fitting = self._step_time.positions_within(limits.max_step_seconds, rows)
@@ -94,21 +94,44 @@ class Planner:
                     self._fork(builder, sequence)  # its first output token is being sampled
 
     def _continue_outputs(self, builder: PlanBuilder) -> list[Sequence]:
-        """Add the rows of one position behind the prompt. Return the other sequences that need positions."""
+        """Add the rows of one position behind the prompt. Return the other sequences that need positions.
+
+        With pipeline stages, the next position of a sequence has to wait until its token is committed, and a plan goes
+        on with a part of the outputs only.
+        """
         ready: list[Sequence] = []
         chunked: list[Sequence] = []
+        pipelined, share = self._limits.num_stages > 1, self._share_of_outputs()
         for sequence in self._queues.running.items:  # a victim stands behind, so removing it does not skip anyone
             progress = sequence.progress
             position = progress.num_scheduled
             if progress.num_tokens - position != 1 or position < sequence.prompt_len:
                 if progress.num_unscheduled:
                     chunked.append(sequence)
-            elif position < progress.max_num_computed and (
-                position < sequence.table.num_writable or self._extend(builder, sequence)
-            ):
+            elif position >= progress.max_num_computed:
+                continue  # its last token is being sampled
+            elif pipelined and (position == len(sequence.tokens) or len(ready) == share):
+                builder.defer()
+            elif position < sequence.table.num_writable or self._extend(builder, sequence):
                 ready.append(sequence)
+        if pipelined:
+            builder.send_sampled(ready)
         builder.add_rows(ready, 1)
         return chunked
+
+    def _share_of_outputs(self) -> int:
+        """Return how many outputs a plan goes on with, so that all stages of a pipeline have as many at a time.
+
+        Nobody is passed for long, though the first in order come first: if each plan in flight had a full share of
+        others, there would be more of them than there are.
+        """
+        limits, num_outputs = self._limits, 0
+        if limits.num_stages > 1:
+            for sequence in self._queues.running.items:
+                progress = sequence.progress
+                is_last = progress.num_tokens - progress.num_scheduled == 1
+                num_outputs += is_last and sequence.prompt_len <= progress.num_scheduled < progress.max_num_computed
+        return -(-num_outputs // min(limits.num_stages, limits.depth))
 
     def _extend(self, builder: PlanBuilder, sequence: Sequence) -> bool:
         """Make the next position writable. Return False if it has to wait for plans in flight.
