@@ -6,14 +6,18 @@ hears at once if another rank ends, and can be interrupted. Without one of its r
 """
 
 import os
+import signal
 import socket
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from quire.instance_folder import instance_folder
@@ -43,12 +47,13 @@ M = TypeVar("M")
 class GroupRunner:
     """Runs a model on the ranks of a group; see `Runner`. It is not thread-safe.
 
-    Methods raise `EngineFailure` once a rank is lost, or if Ctrl-C came while some ranks, but not all, were told
-    something.
+    Methods raise `EngineFailure` once a rank is lost. Ctrl-C interrupts waiting alone, so all ranks were told the same.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raise `ConfigError`, `ModelError` or `EngineFailure` if the ranks cannot be started."""
+        if dist.is_initialized():
+            raise ConfigError("a process can have one LLM of several ranks at a time: close() the other one first")
         own, world_size = config.parallel.sampling_rank, config.parallel.world_size
         others = [rank for rank in range(world_size) if rank != own]
         variables = _variables(config, len(others))
@@ -150,11 +155,14 @@ class GroupRunner:
 
     @contextmanager
     def _telling_all(self) -> Iterator[None]:
-        """Mark the group as useless, should the block be left before all ranks were told the same."""
+        """Let all ranks be told the same, or none: Ctrl-C waits for the end of the block."""
         self._check()
-        self._failure = "its ranks were interrupted while they were told what to do"
-        yield
-        self._failure = ""
+        with _interrupts_deferred():
+            try:
+                yield
+            except EngineFailure as error:
+                self._failure = str(error)
+                raise
 
     def _check(self) -> None:
         if self._failure:
@@ -172,6 +180,23 @@ class GroupStep:
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         return self._runner.wait(self._result)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block. Only the main thread is ever interrupted."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(signal.SIGINT, came[-1])
 
 
 def _wake(waker: socket.socket, _: "Future[Any]") -> None:
