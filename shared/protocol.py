@@ -518,6 +518,11 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
     max_cpu_loras: Index = 0  # adapters that the worker keeps in host memory
     num_stages: Annotated[int, Meta(ge=1, le=1024)] = 1  # pipeline stages, each of equally many ranks
 
+    @property
+    def sampling_rank(self) -> int:
+        """The rank whose results count: the first of the last stage."""
+        return self.world_size - self.world_size // self.num_stages
+
 
 class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The output of a slot in a step: of a sampling row, a fork's child or a row with prompt log-probabilities."""
