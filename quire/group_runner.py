@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -23,8 +23,9 @@ from msgspec.structs import replace
 from quire.instance_folder import instance_folder
 from quire.local_services import list_gpus
 from quire.rank_processes import RankProcesses
+from services.scheduler.config import WorkerCapacity
+from services.scheduler.joint_capacity import joint_capacity
 from services.worker.config import WorkerConfig
-from services.worker.interface import WorkerInfo
 from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
 from shared.errors import ConfigError, EngineFailure, ModelError
@@ -57,6 +58,7 @@ class GroupRunner:
         own, world_size = config.parallel.sampling_rank, config.parallel.world_size
         others = [rank for rank in range(world_size) if rank != own]
         variables = _variables(config, len(others))
+        self._own_rank = own
         self._failure = ""  # why the group is of no use
         self._answers: list[tuple[int, Any]] = []  # of other ranks, that were not asked for yet
         stack = ExitStack()
@@ -82,9 +84,11 @@ class GroupRunner:
             raise
 
     @property
-    def info(self) -> WorkerInfo:
+    def info(self) -> WorkerCapacity:
         """What the ranks have together."""
-        return together([self._runner.info, *self._registers])
+        ranks: list[WorkerCapacity] = [*sorted(self._registers, key=lambda register: register.rank)]
+        ranks.insert(self._own_rank, self._runner.info)
+        return joint_capacity(ranks)
 
     def configure(self, message: Configure) -> None:
         """Let all ranks begin an epoch, and wait until they have."""
@@ -201,25 +205,6 @@ def _interrupts_deferred() -> Iterator[None]:
 
 def _wake(waker: socket.socket, _: "Future[Any]") -> None:
     waker.send(b"\0")
-
-
-def together(infos: Sequence[WorkerInfo | Register]) -> WorkerInfo:
-    """Return what ranks have together: the KV of as many tokens as all have room for, and the speed of the slowest."""
-    first = infos[0]
-    kv = sum(one.kv_bytes_per_token for one in infos)
-    return WorkerInfo(
-        model=first.model,
-        device=first.device,
-        kv_bytes_per_token=kv,
-        kv_memory=kv * min(one.kv_memory // one.kv_bytes_per_token for one in infos),
-        step_seconds=max(one.step_seconds for one in infos),
-        token_seconds=max(one.token_seconds for one in infos),
-        host_kv_memory=kv * min(one.host_kv_memory // one.kv_bytes_per_token for one in infos),
-        swap_bytes_per_second=min(one.swap_bytes_per_second for one in infos) * len(infos),
-        max_loras=min(one.max_loras for one in infos),
-        max_cpu_loras=min(one.max_cpu_loras for one in infos),
-        num_stages=first.num_stages,
-    )
 
 
 def _leave(thread: ThreadPoolExecutor, started: "Future[ModelRunner]") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from services.scheduler.config import WorkerCapacity
-from shared.protocol import ModelInfo, Register
+from shared.protocol import ModelInfo
 
 
 class JointCapacity(Struct, frozen=True):
@@ -29,7 +29,7 @@ class JointCapacity(Struct, frozen=True):
     num_stages: int
 
 
-def joint_capacity(ranks: Sequence[Register]) -> WorkerCapacity:
+def joint_capacity(ranks: Sequence[WorkerCapacity]) -> WorkerCapacity:
     """Return the capacity of a group, whose ranks come in the order of their numbers and agree in what they must."""
     first = ranks[0]
     if len(ranks) == 1:
@@ -54,7 +54,7 @@ def joint_capacity(ranks: Sequence[Register]) -> WorkerCapacity:
     )
 
 
-def _swap_bandwidth(ranks: Sequence[Register], token_bytes: int) -> float:
+def _swap_bandwidth(ranks: Sequence[WorkerCapacity], token_bytes: int) -> float:
     """Return the bytes of all ranks that are copied in a second; 0 if a rank has not measured its own."""
     if not all(rank.swap_bytes_per_second for rank in ranks):
         return 0.0
