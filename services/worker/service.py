@@ -322,12 +322,12 @@ class _Connection:
         return CloseReason.FAILED
 
     def _register(self, name: str) -> Register:
-        info = self._service.runner.info
+        info, parallel = self._service.runner.info, self._config.parallel
         return Register(
             version=VERSION,
             identity=name,
-            rank=0,
-            world_size=1,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
             pid=os.getpid(),
             device=info.device,
             model=info.model,
@@ -339,6 +339,7 @@ class _Connection:
             swap_bytes_per_second=info.swap_bytes_per_second,
             max_loras=info.max_loras,
             max_cpu_loras=info.max_cpu_loras,
+            num_stages=info.num_stages,
         )
 
 
