@@ -36,3 +36,7 @@ class ParallelConfig(NamedTuple):
     def sampling_rank(self) -> int:
         """The rank that samples tokens and reports them to the scheduler: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size
+
+
+ONE_RANK = ParallelConfig()
+"""The place of a rank that computes a model alone."""

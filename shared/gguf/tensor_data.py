@@ -5,6 +5,7 @@ the package, would spend most of the time in Python, and larger ones in memory. 
 large tensor.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -40,26 +41,47 @@ def check_type(tensor: StoredTensor) -> None:
         raise ModelError(f"{tensor}: this type cannot be read (supported: F32, F16, {', '.join(supported)})")
 
 
-def map_blocks(tensor: StoredTensor, index: int | None = None) -> NDArray[np.uint8]:
-    """Return the blocks (blocks, bytes) of the tensor, or of the one at `index` along its first dimension.
+Region = tuple[slice, ...]
+"""What to read of a tensor: the bounds of each dimension; () is all of it."""
+
+
+def map_blocks(tensor: StoredTensor, expert: int | None = None, region: Region = ()) -> NDArray[np.uint8]:
+    """Return the blocks (..., bytes) of what `region` takes of the tensor, or of an expert's matrix along its first
+    dimension. Where `region` begins or ends in a block, the whole block is there.
 
     They are mapped from the file. Writing to them changes memory, not the file.
     """
     block, size = GGML_QUANT_SIZES[tensor.type]
-    shape = tensor.shape if index is None else tensor.shape[1:]
-    count = int(np.prod(shape)) // block
-    return np.memmap(tensor.path, np.uint8, "c", tensor.offset + (index or 0) * count * size, (count, size))
+    *outer, columns = _shape(tensor, expert)
+    shape = (*outer, columns // block, size)
+    offset = tensor.offset + (expert or 0) * math.prod(shape)
+    blocks = np.memmap(tensor.path, np.uint8, "c", offset, shape)
+    if not region:
+        return blocks
+    *rows, column = region
+    return blocks[(*rows, slice(column.start // block, -(-column.stop // block)))]
 
 
-def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> NDArray[Any]:
-    """Return the tensor, or the one at `index` along its first dimension.
+def read_tensor(tensor: StoredTensor, expert: int | None = None, threads: int = 1, region: Region = ()) -> NDArray[Any]:
+    """Return what `region` takes of the tensor, or of an expert's matrix along its first dimension.
 
     Floats are mapped from the file as they are stored. Other types are dequantised to float32.
     """
-    blocks, shape = map_blocks(tensor, index), tensor.shape if index is None else tensor.shape[1:]
+    blocks = map_blocks(tensor, expert, region)
+    *outer, count, _ = blocks.shape
     if tensor.type in FLOAT_TYPES:
-        return blocks.view(FLOAT_TYPES[tensor.type]).reshape(shape)
-    return _dequantize(blocks, tensor.type, threads).reshape(shape)
+        return blocks.view(FLOAT_TYPES[tensor.type])[..., 0]
+    values = _dequantize(blocks.reshape(-1, blocks.shape[-1]), tensor.type, threads)
+    values = values.reshape(*outer, count * values.shape[-1])
+    if not region:
+        return values
+    column = region[-1]
+    first = column.start % GGML_QUANT_SIZES[tensor.type][0]
+    return values[..., first : first + column.stop - column.start]
+
+
+def _shape(tensor: StoredTensor, expert: int | None) -> tuple[int, ...]:
+    return tensor.shape if expert is None else tensor.shape[1:]
 
 
 class QuantizedMatrix(NamedTuple):
@@ -77,8 +99,11 @@ def is_simple_quantized(tensor: StoredTensor) -> bool:
     return tensor.type in _ZERO_POINTS
 
 
-def read_quantized(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> QuantizedMatrix | None:
-    """Return the quantised matrix, or the one at `index` along the first dimension; None for other types.
+def read_quantized(
+    tensor: StoredTensor, expert: int | None = None, threads: int = 1, region: Region = ()
+) -> QuantizedMatrix | None:
+    """Return what `region`, which takes whole blocks, takes of the quantised matrix, or of an expert's along the first
+    dimension; None for other types.
 
     A block is a scale (float16), a min (float16, Q4_1 only), and then 32 signed bytes (Q8_0) or 16 bytes, whose low
     halves are the first 16 quants and whose high halves are the rest.
@@ -86,8 +111,9 @@ def read_quantized(tensor: StoredTensor, index: int | None = None, threads: int 
     if not is_simple_quantized(tensor):
         return None
     block, _ = GGML_QUANT_SIZES[tensor.type]
-    rows, columns = tensor.shape[-2:]
-    stored, quants = map_blocks(tensor, index), np.empty((rows * columns // block, block), np.uint8)
+    mapped = map_blocks(tensor, expert, region)
+    rows, groups, size = mapped.shape
+    stored, quants = mapped.reshape(-1, size), np.empty((rows * groups, block), np.uint8)
     is_byte = tensor.type == GGMLQuantizationType.Q8_0
 
     def unpack(start: int, end: int) -> None:
@@ -99,12 +125,12 @@ def read_quantized(tensor: StoredTensor, index: int | None = None, threads: int 
             np.right_shift(packed, 4, out=target[:, block // 2 :])
 
     def float16s(start: int) -> NDArray[np.float16]:
-        return np.ascontiguousarray(stored[:, start : start + 2]).view(np.float16).reshape(rows, columns // block)
+        return np.ascontiguousarray(stored[:, start : start + 2]).view(np.float16).reshape(rows, groups)
 
     _for_chunks(unpack, len(quants), block, threads)
     bits = 8 if is_byte else 4
     mins = float16s(2) if tensor.type == GGMLQuantizationType.Q4_1 else None
-    return QuantizedMatrix(bits, quants.reshape(rows, columns), float16s(0), mins, _ZERO_POINTS[tensor.type])
+    return QuantizedMatrix(bits, quants.reshape(rows, -1), float16s(0), mins, _ZERO_POINTS[tensor.type])
 
 
 def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:

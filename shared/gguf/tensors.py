@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shared.errors import ModelError
 from shared.gguf.header import Header, StoredTensor
 from shared.gguf.shapes import SHAPES
-from shared.gguf.tensor_data import QuantizedMatrix, check_type, map_blocks, read_quantized, read_tensor
+from shared.gguf.tensor_data import QuantizedMatrix, Region, check_type, map_blocks, read_quantized, read_tensor
 
 ROPE_FACTORS = frozenset({"rope_freqs.weight"})
 CONFIG_TENSORS: dict[str, frozenset[str]] = {
@@ -47,32 +47,39 @@ class GGUFTensor(Struct, frozen=True):
         shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
         return shape[::-1] if self.transposed else shape
 
-    def map(self) -> NDArray[np.uint8]:
-        """Return the bytes of the file that the tensor is read from."""
-        return map_blocks(self.stored, self.expert)
+    def map(self, region: Region = ()) -> NDArray[np.uint8]:
+        """Return the blocks of the file that `read` reads."""
+        return map_blocks(self.stored, self.expert, self._stored(region))
 
-    def read(self, threads: int = 1) -> NDArray[Any]:
-        """Return the tensor as floats."""
-        values = read_tensor(self.stored, self.expert, threads)
+    def read(self, threads: int = 1, region: Region = ()) -> NDArray[Any]:
+        """Return what `region` takes of the tensor, as floats. Its rows are whole heads."""
+        values = read_tensor(self.stored, self.expert, threads, self._stored(region))
         if self.heads:
-            values = halves_from_pairs(values, self.heads)
+            values = halves_from_pairs(values, self._heads_in(len(values)))
         if self.subtract:
             values = values - np.float32(self.subtract)
         return values.T if self.transposed else values
 
-    def read_quantized(self, threads: int = 1) -> QuantizedMatrix | None:
-        """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not read its type so.
+    def read_quantized(self, threads: int = 1, region: Region = ()) -> QuantizedMatrix | None:
+        """Return what `region` takes of the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not
+        read its type so. Its outputs are whole heads, and its inputs whole blocks.
 
         Outputs are in Hugging Face's order. They are the rows, even if Hugging Face's weight is transposed.
         """
         if self.subtract:
             return None
-        matrix = read_quantized(self.stored, self.expert, threads)
+        matrix = read_quantized(self.stored, self.expert, threads, region)
         if matrix is None or not self.heads:
             return matrix
-        order = halves_from_pairs(np.arange(len(matrix.quants)), self.heads)
+        order = halves_from_pairs(np.arange(len(matrix.quants)), self._heads_in(len(matrix.quants)))
         mins = None if matrix.mins is None else matrix.mins[order]
         return matrix._replace(quants=matrix.quants[order], scales=matrix.scales[order], mins=mins)
+
+    def _stored(self, region: Region) -> Region:
+        return region[::-1] if self.transposed else region
+
+    def _heads_in(self, rows: int) -> int:
+        return self.heads * rows // self.shape[0]
 
 
 def find_tensors(header: Header, config: Mapping[str, Any]) -> dict[str, GGUFTensor]:

@@ -3,6 +3,11 @@
 It decides who gets positions, who is admitted and who is preempted; queues.py and block_manager.py carry that out. A
 plan is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head
 of the queue; chunks of more than one position, which share the rest of the budget; forks.
+
+With pipeline stages, each stage computes another plan at the same time. The first stage learns what the last one has
+sampled from a later plan, so a sequence has its next row once its token is committed; and the rows that continue
+outputs are spread over as many plans as there are stages, so that none is without work. The chunks of a prompt need no
+such wait: plans in flight may have one each.
 """
 
 from collections import deque
@@ -96,8 +101,7 @@ class Planner:
     def _continue_outputs(self, builder: PlanBuilder) -> list[Sequence]:
         """Add the rows of one position behind the prompt. Return the other sequences that need positions.
 
-        With pipeline stages, the next position of a sequence has to wait until its token is committed, and a plan goes
-        on with a part of the outputs only.
+        With pipeline stages, some outputs go on in another plan.
         """
         ready: list[Sequence] = []
         chunked: list[Sequence] = []
@@ -122,8 +126,8 @@ class Planner:
     def _share_of_outputs(self) -> int:
         """Return how many outputs a plan goes on with, so that all stages of a pipeline have as many at a time.
 
-        Nobody is passed for long, though the first in order come first: if each plan in flight had a full share of
-        others, there would be more of them than there are.
+        Nobody is passed for long, though the first in order come first: if one was passed by as many plans in a row as
+        can be in flight, these would have had more rows of different sequences than there are.
         """
         limits, num_outputs = self._limits, 0
         if limits.num_stages > 1:

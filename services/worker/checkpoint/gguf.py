@@ -10,7 +10,7 @@ from kernels.quantized import QuantizedWeight
 from services.worker.checkpoint.config_json import ConfigJson
 from shared.gguf.damage import damage_as_model_error
 from shared.gguf.header import read_header
-from shared.gguf.tensor_data import is_simple_quantized
+from shared.gguf.tensor_data import Region, is_simple_quantized
 from shared.gguf.tensors import find_tensors
 
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,23 +41,23 @@ class GGUFWeights:
         """True if some tensors are in a format that matmuls can use."""
         return any(is_simple_quantized(tensor.stored) for tensor in self._tensors.values())
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | None:
         """Return the matrix (outputs, inputs) with its quants, or None if matmuls cannot use its format."""
-        matrix = self._tensors[name].read_quantized(torch.get_num_threads())
+        matrix = self._tensors[name].read_quantized(torch.get_num_threads(), region)
         if matrix is None:
             return None
         quants, scales = torch.from_numpy(matrix.quants), torch.from_numpy(matrix.scales)
         mins = None if matrix.mins is None else torch.from_numpy(matrix.mins)
         return QuantizedWeight(matrix.bits, quants, scales, mins, matrix.zero_point)
 
-    def mapped(self, name: str) -> list[Tensor]:
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
         """Return the bytes of the file that the tensor is read from."""
         tensor = self._tensors[name]
         with damage_as_model_error(tensor.stored):
-            return [torch.from_numpy(tensor.map())]
+            return [torch.from_numpy(tensor.map(region))]
 
-    def get_tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
         """Return the tensor in its stored type, or in float32 if torch has no such type."""
         tensor = self._tensors[name]
         with damage_as_model_error(tensor.stored):
-            return torch.from_numpy(tensor.read(torch.get_num_threads()))
+            return torch.from_numpy(tensor.read(torch.get_num_threads(), region))

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight
 from services.worker.checkpoint.quantization_config import QuantizationConfig
 from shared.errors import ModelError
+from shared.gguf.tensor_data import Region
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -30,10 +31,12 @@ class Shard(Protocol):
 
     def keys(self) -> list[str]: ...
 
-    def get_tensor(self, name: str) -> Tensor: ...
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
+        """Return what `region` takes of the tensor called `name`."""
+        ...
 
-    def mapped(self, name: str) -> list[Tensor]:
-        """Return the parts of mapped files that the tensor called `name` is read from; none if it is in memory."""
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
+        """Return the parts of mapped files that `get_tensor` reads; none if the tensor is in memory."""
         ...
 
 
@@ -83,31 +86,31 @@ class PackedWeights:
         """Return (outputs, inputs), even in families whose unquantised weights are transposed."""
         return self._matrices[name].shape
 
-    def mapped(self, name: str) -> list[Tensor]:
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
         """Return what is mapped of the matrix's quants; its other tensors are small, or in memory."""
         qweight = f"{name.removesuffix('.weight')}.qweight"
-        return self._tensors[qweight].mapped(qweight)
+        return [self._part(name, region).qweight] if self._tensors[qweight].mapped(qweight) else []
 
     @property
     def method(self) -> Literal["gptq", "awq"]:
         return self._config.method
 
-    def get_tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
         """Return the matrix in float32."""
-        quants, zero_points, scales, g_idx = self._unpack(name)
+        quants, zero_points, scales, g_idx = self._unpack(self._part(name, region))
         floats = quants.float()
         floats -= zero_points.float()[:, g_idx]
         floats *= scales.float()[:, g_idx]
         return floats
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | None:
         """Return the matrix with its quants; None if 32 adjacent inputs do not share a scale that fits float16.
 
         If g_idx scatters a group's inputs, the inputs are permuted to make it contiguous. One zero point for the whole
         matrix is exact. Zero points that differ become mins, -zero_point * scale rounded to float16. The error is at
         most 2**-11 of the min: with 4 bits, at most a 128th of the scale.
         """
-        quants, zero_points, scales, g_idx = self._unpack(name)
+        quants, zero_points, scales, g_idx = self._unpack(self._part(name, region))
         order = None if _in_whole_groups(g_idx) else g_idx.argsort(stable=True)
         if order is not None:
             quants, g_idx = quants[:, order], g_idx[order]
@@ -121,8 +124,33 @@ class PackedWeights:
                 return None
         return QuantizedWeight(self._config.bits, quants, half_scales[:, groups], mins, zero_point, order)
 
-    def _unpack(self, name: str) -> _Unpacked:
-        qweight, qzeros, scales, g_idx, _ = self._matrices[name]
+    def _part(self, name: str, region: Region) -> _PackedMatrix:
+        """Return what `region` takes of the outputs and the inputs of a matrix. Groups keep their numbers."""
+        matrix, pack_factor = self._matrices[name], 32 // self._config.bits
+        if not region:
+            return matrix
+        outputs, inputs = region
+        words = [
+            slice(side.start // pack_factor, side.stop // pack_factor)
+            for side in (outputs, inputs)
+            if side.start % pack_factor == side.stop % pack_factor == 0
+        ]
+        if len(words) < 2:
+            raise ModelError(
+                f"tensor {name.removesuffix('.weight')}.qweight: outputs {outputs.start} to {outputs.stop} and inputs "
+                f"{inputs.start} to {inputs.stop}, a rank's part, are no whole words of {pack_factor} quants"
+            )
+        packed = (inputs, words[0]) if self._config.method == "awq" else (words[1], outputs)
+        return _PackedMatrix(
+            matrix.qweight[packed],
+            matrix.qzeros[:, words[0]],
+            matrix.scales[:, outputs],
+            matrix.g_idx[inputs],
+            (outputs.stop - outputs.start, inputs.stop - inputs.start),
+        )
+
+    def _unpack(self, matrix: _PackedMatrix) -> _Unpacked:
+        qweight, qzeros, scales, g_idx, _ = matrix
         bits = self._config.bits
         if self._config.method == "gptq":
             quants, zero_points = _unpack(qweight.T.contiguous(), bits), _unpack(qzeros, bits).T.contiguous()

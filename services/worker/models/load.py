@@ -119,9 +119,11 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
         model, code = _load_through_transformers(path, implementation, files, precision, device, ops)
     else:
         adapters = _room_for_adapters(match, config, precision, device, ops) if config.enable_lora else None
-        model = _load_native(match, files, precision, device, ops, adapters.stacks if adapters else {})
+        model = _load_native(match, files, precision, device, ops, adapters.stacks if adapters else {}, group)
     weights = weights_digest(folder, files.paths if files else [])
-    identity = fingerprint(weights, precision, device, code=code, batch_invariant=config.batch_invariant)
+    identity = fingerprint(
+        weights, precision, device, config.parallel, code=code, batch_invariant=config.batch_invariant
+    )
     return LoadedModel(model, precision, identity, weights, group, adapters)
 
 
@@ -158,7 +160,7 @@ def _room_for_adapters(
     match: FamilyMatch, config: WorkerConfig, precision: Precision, device: torch.device, ops: Ops
 ) -> Adapters:
     sizes = LoraSizes(config.max_loras, config.max_lora_rank, precision.lora_dtype)
-    return Adapters(find_targets(match.spec, match.names), sizes, ops, device)
+    return Adapters(find_targets(match.spec, match.names, config.parallel), sizes, ops, device)
 
 
 def _load_native(
@@ -168,13 +170,14 @@ def _load_native(
     device: torch.device,
     ops: Ops,
     lora: Mapping[str, LoraStack],
+    group: RankGroup,
 ) -> Decoder:
-    build = partial(Decoder, kv_dtype=precision.kv_dtype, lora=lora)
+    build = partial(Decoder, kv_dtype=precision.kv_dtype, lora=lora, group=group)
     if files is None or match.tensors is None:
-        return build(match.spec, RandomWeights(match.spec, precision, device), ops)
-    with load_weights(files, match.tensors, precision, device) as weights:
+        return build(match.spec, RandomWeights(match.spec, precision, device, group.parallel), ops)
+    with load_weights(files, match.tensors, precision, device, group.parallel) as weights:
         decoder = build(match.spec, weights, ops)
-    refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
+    refuse_if_not_finite(decoder, precision.kv_dtype, device, ops, has_logits=group.parallel.is_last_stage)
     return decoder
 
 
