@@ -66,8 +66,7 @@ def _row(running: int, blocks: int) -> str:
 
 
 def _measure(running: int, blocks: int) -> tuple[list[float], list[float], list[int]]:
-    core = Scheduler(_limits(running, blocks))
-    _start(core, running, blocks)
+    core = start_core(running, blocks)
     plans, commits, sizes = [], [], []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -80,6 +79,13 @@ def _measure(running: int, blocks: int) -> tuple[list[float], list[float], list[
         commits.append(time.perf_counter() - start)
         sizes.append(len(encode(plan)))
     return plans, commits, sizes
+
+
+def start_core(running: int, blocks: int = 10_000) -> Scheduler:
+    """Return a core in steady decode."""
+    core = Scheduler(_limits(running, blocks))
+    _start(core, running, blocks)
+    return core
 
 
 def _limits(running: int, blocks: int) -> Limits:

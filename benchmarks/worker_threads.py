@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from services.worker.config import WorkerConfig
-from services.worker.runner import ModelRunner
+from services.worker.interface import Runner
 from services.worker.start import start_runner
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, flo
     return results
 
 
-def decode(runner: ModelRunner, size: int, context: int, num_steps: int, sampling: Sampling) -> list[float]:
+def decode(runner: Runner, size: int, context: int, num_steps: int, sampling: Sampling) -> list[float]:
     """Return the seconds of each step, with `size` sequences that have `context` tokens at the first of them."""
     begin(runner, size, context + num_steps)
     execute(runner, [], [sequence(slot, size, context, context + num_steps, sampling) for slot in range(size)])
@@ -84,14 +84,14 @@ def decode(runner: ModelRunner, size: int, context: int, num_steps: int, samplin
     return [execute(runner, [Row(slot, context - 1 + step, 1, 1) for slot in range(size)]) for step in range(num_steps)]
 
 
-def prefill(runner: ModelRunner, length: int, repeats: int) -> list[float]:
+def prefill(runner: Runner, length: int, repeats: int) -> list[float]:
     """Return the seconds of each step that takes a whole prompt."""
     begin(runner, 1, length)
     execute(runner, [], [sequence(0, 1, length, length, MODES["greedy"])])
     return [execute(runner, [Row(0, 0, length, 1)]) for _ in range(repeats)]
 
 
-def begin(runner: ModelRunner, size: int, length: int) -> None:
+def begin(runner: Runner, size: int, length: int) -> None:
     blocks = size * -(-(length + 1) // BLOCK)
     runner.configure(
         Configure(
@@ -118,9 +118,9 @@ def sequence(slot: int, size: int, tokens: int, length: int, sampling: Sampling)
     )
 
 
-def execute(runner: ModelRunner, rows: Sequence[Row], new: Sequence[NewSequence] = ()) -> float:
+def execute(runner: Runner, rows: Sequence[Row], new: Sequence[NewSequence] = ()) -> float:
     step = next(_steps)
-    return runner.execute(StepPlan(epoch=EPOCH, step=step, rows=list(rows), new_sequences=list(new))).seconds
+    return runner.launch(StepPlan(EPOCH, step, list(rows), new_sequences=list(new))).result().seconds
 
 
 _steps = itertools.count()

@@ -30,7 +30,7 @@ class StartFailed(QuireError):
 class Child:
     """A service of the server, and the process that runs it at the moment.
 
-    `role` says what it does, and `number` tells it from others that do the same.
+    `role` says what it does, and `label` tells it from others that do the same.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Child:
         argv: Sequence[str],
         log: ServiceLog,
         environment: Mapping[str, str],
-        number: int | None = None,
+        label: str = "",
     ) -> None:
         self.role = role
-        self.name = role if number is None else f"{role} {number}"
+        self.name = f"{role} {label}".rstrip()
         log.width = max(log.width, len(self.name))
         self.argv = [sys.executable, "-m", *argv]
         self.log = log

@@ -1,7 +1,8 @@
 """`InProcessEngine`: the scheduler's engine and the worker's runner in the caller's process, without sockets.
 
-They exchange the same values as the services do: plan, result, commit. On a CPU one plan is in flight at a time, since
-one process cannot plan and compute at the same time; a GPU gets the next plan while it computes one.
+They exchange the same values as the services do: plan, result, commit. On a CPU one plan is in flight at a time (for
+each pipeline stage), since one process cannot plan and compute at the same time; a GPU gets the next plan while it
+computes one. If several ranks compute the model, the others are processes (`group_runner.py`).
 """
 
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from msgspec.structs import replace
 
+from quire.group_runner import GroupRunner
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core import Limits
 from services.scheduler.engine import Engine
@@ -27,15 +29,15 @@ class InProcessEngine:
     """Loads the model, then runs the submitted requests step by step. It is not thread-safe."""
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
-        self.runner = start_runner(worker)
+        self.runner = GroupRunner(worker) if worker.parallel.world_size > 1 else start_runner(worker)
         self._worker_info = self.runner.info
-        on_cpu = self._worker_info.device == "cpu"
+        on_cpu = self._worker_info.device.startswith("cpu")
         config = replace(scheduler, max_num_queued_reqs=UNBOUNDED)
         if config.max_step_ms is None:
             config = replace(config, max_step_ms=0.0)  # nobody reads along
         if on_cpu:
             config = replace(config, async_scheduling=False)
-        self._max_in_flight = 2 if config.async_scheduling else 1
+        self._max_in_flight = self._worker_info.num_stages + config.async_scheduling
         self._in_flight: deque[PendingStep] = deque()
         self._rows: list[ProgressRow] = []  # that `step` has not returned
         self._refused: dict[int, str] = {}  # why adapters could not be loaded, by their numbers
@@ -103,6 +105,7 @@ class InProcessEngine:
     def close(self) -> None:
         """Free the model's memory. Nothing may be called after that."""
         self._in_flight.clear()
+        self.runner.close()
         del self.runner
         torch.cuda.empty_cache()  # so that another engine of this process finds the memory free
 

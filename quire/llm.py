@@ -51,7 +51,8 @@ class LLM:
     of `OTHER_SETTINGS`, and vLLM's; `hf_token` is put into the environment as HF_TOKEN. Of environment variables only
     VLLM_BATCH_INVARIANT counts, and those of Hugging Face. An unseeded request draws its seed from `seed`, so that a
     script gives the same outputs each time it runs; None makes them differ. Calls from several threads take turns. All
-    runs in this process, so a script needs no `if __name__ == "__main__"`. Raise `ConfigError` for an argument that is
+    runs in this process, but for ranks besides the first that samples, which are processes of Quire's own. So a script
+    needs no `if __name__ == "__main__"`. Raise `ConfigError` for an argument that is
     not supported, and `ModelError` for a model that cannot be loaded.
 
     Methods raise `InvalidRequest`, which names the argument, before anything runs. A method of vLLM's that is not here
@@ -66,6 +67,8 @@ class LLM:
         revision: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
         seed: int | None = 0,
         max_model_len: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -92,6 +95,8 @@ class LLM:
             "revision": revision,
             "dtype": str(dtype).removeprefix("torch."),
             "device": device,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
             "max_model_len": max_model_len,
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_memory": kv_cache_memory,
@@ -119,6 +124,7 @@ class LLM:
         worker = resolve(WorkerConfig, arguments, vllm.own_variables(os.environ))
         text = resolve(GatewayConfig, arguments, {})
         parts = TextParts.load(text, locate(text.model, text.revision, text.download_dir))
+        self._world_size = worker.parallel.world_size
         self._name = text.served_model_name[0] if text.served_model_name else text.model or EMBEDDED
         self._lock = threading.Lock()
         self._engine: InProcessEngine | None = InProcessEngine(scheduler, worker)
@@ -184,8 +190,8 @@ class LLM:
             return read_metrics(self._name, self._running().engine.snapshot)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of devices that compute, which is 1."""
-        return 1
+        """Return the number of ranks that compute the model together."""
+        return self._world_size
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, so that the next prompts are computed from their beginning. Return True."""

@@ -1,8 +1,9 @@
 """Configures the services of one server on this machine: which there are, and where they find each other.
 
-Engine i is scheduler i and worker i. The engines share this machine: the workers divide its CPUs, or each has a GPU of
-its own. The gateways share one port, whose connections the kernel distributes. So each has a Unix socket too, by which
-the supervisor reaches it alone.
+Engine i is scheduler i and its workers: a rank for each part of the model. All workers share this machine: they divide
+its CPUs, or each has a GPU of its own. The ranks of an engine find each other by files in the instance's folder. The
+gateways share one port, whose connections the kernel distributes. So each has a Unix socket too, by which the
+supervisor reaches it alone.
 """
 
 import os
@@ -15,7 +16,7 @@ from msgspec import Struct
 
 from quire.children import Child
 from quire.service_log import ServiceLog
-from quire.settings import Settings, service_arguments, service_environment
+from quire.settings import MAX_LOCAL, Settings, service_arguments, service_environment
 from services.gateway.config import SHARED_METRICS_VARIABLE, GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -26,7 +27,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 class LocalServices(NamedTuple):
-    """The settings of each service of one server. There are as many workers as schedulers."""
+    """The settings of each service of one server. The workers are the ranks of the first engine, then of the next."""
 
     gateways: list[GatewayConfig]
     schedulers: list[SchedulerConfig]
@@ -36,6 +37,7 @@ class LocalServices(NamedTuple):
 def connect_services(settings: Settings, port: int, folder: Path) -> LocalServices:
     """Return the settings of all services, with the addresses of their sockets, which are in `folder`."""
     num_engines, num_gateways = settings.serve.data_parallel_size, settings.serve.api_server_count
+    num_ranks = settings.worker.parallel.world_size
     gateways = [f"ipc://{folder}/gateways-{engine}.sock" for engine in range(num_engines)]
     workers = [f"ipc://{folder}/workers-{engine}.sock" for engine in range(num_engines)]
     supervised = {"supervisor": os.getpid(), "supervisor_address": heartbeat_address(folder)}
@@ -68,18 +70,22 @@ def connect_services(settings: Settings, port: int, folder: Path) -> LocalServic
             replace(
                 settings.worker,
                 scheduler=workers[engine],
-                local_rank=engine,
-                local_world_size=num_engines,
+                rank=rank,
+                rendezvous=str(folder) if num_ranks > 1 else "",
+                local_rank=engine * num_ranks + rank,
+                local_world_size=num_engines * num_ranks,
                 **supervised,
             )
             for engine in range(num_engines)
+            for rank in range(num_ranks)
         ],
     )
 
 
 def check_numbers(settings: Settings) -> None:
-    """Raise `ConfigError` if this machine cannot run as many engines and gateways as the settings say."""
+    """Raise `ConfigError` if this machine cannot run as many engines, ranks and gateways as the settings say."""
     num_engines, num_gateways = settings.serve.data_parallel_size, settings.serve.api_server_count
+    num_workers = num_engines * settings.worker.parallel.world_size
     if num_gateways > 1 and settings.gateway.uds:
         raise ConfigError(f"--api-server-count {num_gateways}: only one gateway can listen at a Unix socket (--uds)")
     if settings.scheduler.metrics_port + num_engines > 65536:
@@ -87,11 +93,24 @@ def check_numbers(settings: Settings) -> None:
             f"--metrics-port {settings.scheduler.metrics_port}: each engine needs a port, and it is the first"
         )
     gpus = list_gpus(os.environ)
-    if num_engines > len(gpus) > 0 and settings.worker.device != "cpu":
+    if num_workers > len(gpus) > 0 and settings.worker.device != "cpu":
         raise ConfigError(
-            f"--data-parallel-size {num_engines}: each engine needs a GPU of its own, and there are {len(gpus)}; "
-            "with --device cpu, engines share the CPUs"
+            f"{_sizes(settings)}: each rank of each engine needs a GPU of its own, which are {num_workers}, and there "
+            f"are {len(gpus)}; with --device cpu, they share the CPUs"
         )
+    if num_workers > MAX_LOCAL:
+        raise ConfigError(f"{_sizes(settings)}: these are {num_workers} workers; one machine runs {MAX_LOCAL} at most")
+
+
+def _sizes(settings: Settings) -> str:
+    """Return the flags that say how many workers there are, without those that are 1."""
+    worker = settings.worker
+    sizes = {
+        "--data-parallel-size": settings.serve.data_parallel_size,
+        "--tensor-parallel-size": worker.tensor_parallel_size,
+        "--pipeline-parallel-size": worker.pipeline_parallel_size,
+    }
+    return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
 
 
 def list_gpus(environment: Mapping[str, str]) -> list[str]:
@@ -113,25 +132,32 @@ def children(settings: Settings, services: LocalServices, folder: Path, log: Ser
     """
     environment = service_environment(settings)
     shared_metrics = {SHARED_METRICS_VARIABLE: str(folder)} if len(services.gateways) > 1 else {}
+    gateways, engines = _numbers(len(services.gateways)), _numbers(len(services.schedulers))
+    num_ranks = len(services.workers) // len(services.schedulers)
+    ranks = [f"rank {rank}" for rank in range(num_ranks)] if num_ranks > 1 else [""]
+    workers = [f"{engine} {rank}".strip() for engine in engines for rank in ranks]
     return [
-        *_children("gateway", services.gateways, log, [environment | shared_metrics] * len(services.gateways)),
-        *_children("scheduler", services.schedulers, log, [environment] * len(services.schedulers)),
-        *_children("worker", services.workers, log, _worker_environments(services.workers, environment)),
+        *_children("gateway", services.gateways, gateways, log, [environment | shared_metrics] * len(gateways)),
+        *_children("scheduler", services.schedulers, engines, log, [environment] * len(engines)),
+        *_children("worker", services.workers, workers, log, _worker_environments(services.workers, environment)),
     ]
 
 
+def _numbers(count: int) -> list[str]:
+    """Return labels for services that do the same; one alone needs none."""
+    return [str(number) for number in range(count)] if count > 1 else [""]
+
+
 def _children(
-    role: str, configs: Sequence[Struct], log: ServiceLog, environments: Sequence[dict[str, str]]
+    role: str,
+    configs: Sequence[Struct],
+    labels: Sequence[str],
+    log: ServiceLog,
+    environments: Sequence[dict[str, str]],
 ) -> list[Child]:
     return [
-        Child(
-            role,
-            [f"services.{role}", *service_arguments(config)],
-            log,
-            environment,
-            number if len(configs) > 1 else None,
-        )
-        for number, (config, environment) in enumerate(zip(configs, environments, strict=True))
+        Child(role, [f"services.{role}", *service_arguments(config)], log, environment, label)
+        for config, label, environment in zip(configs, labels, environments, strict=True)
     ]
 
 

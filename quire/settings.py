@@ -23,7 +23,7 @@ from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
 INTERNAL = frozenset(
     {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "zmq_keys", "insecure"}
-    | {"probe_uds", "admin_port", "local_rank", "local_world_size"}
+    | {"probe_uds", "admin_port", "rank", "rendezvous", "local_rank", "local_world_size"}
 )
 
 SECRET = frozenset({"api_key"})
@@ -31,7 +31,7 @@ SECRET = frozenset({"api_key"})
 
 
 MAX_LOCAL = 256
-"""Engines and gateways that one machine may run."""
+"""Engines, workers and gateways that one machine may run, of each."""
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             ge=1,
             le=MAX_LOCAL,
             description="Engines on this machine, each with its own weights and KV; they share the CPUs, or have a GPU "
-            "each.",
+            "for each of their ranks.",
         ),
     ] = 1
     api_server_count: Annotated[
@@ -121,12 +121,18 @@ def service_arguments(config: Struct) -> list[str]:
 
 def service_environment(settings: Settings) -> dict[str, str]:
     """Return the services' environment. Of Quire's variables it has only secrets; flags carry the rest."""
-    own_variables = {knob.variable for config in CONFIGS for knob in knobs(config)}
-    environment = {name: value for name, value in os.environ.items() if name not in own_variables}
+    environment = bare_environment()
     if settings.gateway.api_key:
         environment["QUIRE_API_KEY"] = json.dumps(settings.gateway.api_key)  # a key may hold a comma
     if on_terminal() and settings.gateway.log_format == "text":
         environment[TERMINAL_VARIABLE] = "1"
+    return environment
+
+
+def bare_environment() -> dict[str, str]:
+    """Return this process's environment for services, without Quire's variables."""
+    own_variables = {knob.variable for config in CONFIGS for knob in knobs(config)}
+    environment = {name: value for name, value in os.environ.items() if name not in own_variables}
     environment.pop(SHARED_METRICS_VARIABLE, None)  # another server's
     environment["HF_HUB_OFFLINE"] = "1"  # everything is downloaded by now, and all services must see the same files
     return environment

@@ -78,16 +78,18 @@ ACCEPTED: dict[str, str] = {
         safetensors_prefetch_block_size pt_load_map_location max_parallel_loading_workers use_tqdm_on_load!
         ignore_patterns allow_deprecated_quantization! renderer_num_workers multi_step_stream_outputs!
         guided_decoding_backend structured_outputs_config""",
-    "it says how devices work together, and an engine has one device": """
+    "the ranks of an engine are processes that `quire serve` starts and that meet by themselves": """
         distributed_executor_backend worker_use_ray! engine_use_ray! master_addr master_port
         distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind! numa_bind_nodes numa_bind_cpus
-        dcp_comm_backend dcp_q_replicate! dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
         data_parallel_address data_parallel_rpc_port data_parallel_backend data_parallel_supervisor_port
         dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
+        ray_workers_use_nsight!""",
+    "ranks divide the heads and the widths of each layer in one way": """
+        dcp_comm_backend dcp_q_replicate! dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
         enable_expert_parallel! enable_batch_sharded_sampling! enable_ep_weight_filter! all2all_backend enable_dbo!
         ubatch_size enable_shm_tensor_arena! dbo_decode_token_threshold dbo_prefill_token_threshold
         dp_sync_interval disable_nccl_for_dp_synchronization! enable_eplb! eplb_config expert_placement_strategy
-        ray_workers_use_nsight! disable_custom_all_reduce! enable_nccl_comm_suspend! enable_hc_sp!""",
+        disable_custom_all_reduce! enable_nccl_comm_suspend! enable_hc_sp!""",
     "workers and schedulers that die are always replaced": "enable_fault_tolerance! fault_tolerance_config",
     "only text is served": """
         language_model_only! limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
@@ -129,9 +131,11 @@ ACCEPTED: dict[str, str] = {
 """Settings that are accepted with any value, by the reason. `!` marks switches."""
 
 REFUSED: dict[str, str] = {
-    "an engine has one device": """
-        tensor_parallel_size=1 pipeline_parallel_size=1 decode_context_parallel_size=1
-        prefill_context_parallel_size=1 nnodes=1 node_rank=0 device_ids""",
+    "a sequence's context is not divided among ranks": """
+        decode_context_parallel_size=1 prefill_context_parallel_size=1""",
+    "`quire serve` starts the ranks of this machine; docs/parallel.md shows how those of others are started": """
+        nnodes=1 node_rank=0""",
+    "CUDA_VISIBLE_DEVICES names the GPUs": "device_ids",
     "engines of `quire serve` are all on this machine; `--engines` of a gateway names those of other machines": """
         data_parallel_size_local=1 data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_hybrid_lb!
         data_parallel_external_lb! data_parallel_multi_port_external_lb! enable_elastic_ep! elastic_ep_max_dp_size""",
@@ -179,7 +183,7 @@ REFUSED_METHODS: dict[str, str] = {
         encode embed classify score reward""",
     "weights and KV stay on the device; close() frees both": """
         sleep wake_up release_kv_cache_memory""",
-    "there are no worker processes to run code in": "collective_rpc apply_model",
+    "workers run no code of the caller's": "collective_rpc apply_model",
     "all runs in this process, so torch.profiler sees it": "start_profile stop_profile",
     "weights are those of the model's files": """
         init_weight_transfer_engine start_weight_update update_weights finish_weight_update""",

@@ -33,7 +33,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 9
+VERSION = 11
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -456,7 +456,8 @@ class TableWrite(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The computation of positions `start` to `start + count - 1` of a slot's sequence.
 
-    The slot already has their tokens: they came with the sequence, or an earlier step sampled them.
+    The slot already has their tokens: they came with the sequence, or an earlier step sampled them. Ranks of pipeline
+    stages before the last do not see what is sampled, and get those from the plan's `sampled`.
     """
 
     slot: Index
@@ -466,10 +467,15 @@ class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The plan of one step: the changes since the last plan, and the rows to compute.
+    """The plan of one step: the changes since the last plan, and the rows to compute. All ranks get the same one.
 
-    The worker applies it in this order: released slots, new sequences, forks, table writes, blocks swapped out, block
-    copies, blocks swapped in, adapter slots, and then one forward pass over all rows.
+    The worker applies it in this order: released slots, new sequences, forks, sampled tokens, table writes, blocks
+    swapped out, block copies, blocks swapped in, adapter slots, and then one forward pass over all rows.
+
+    With pipeline stages, a slot whose next token is being sampled has no row until the result of that step is back.
+    The plan that goes on with it names the token in `sampled`: it stands at `start` of the slot's row, behind those
+    that the slot had. Each is named once, and to all ranks. Without stages `sampled` is empty: all ranks see what is
+    sampled, before the scheduler does.
     """
 
     epoch: Epoch
@@ -483,6 +489,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
     swap_out: list[tuple[Index, Index]] = []  # (block, host block), in all layers
     swap_in: list[tuple[Index, Index]] = []  # (host block, block), in all layers
     adapter_slots: list[tuple[Index, Count]] = []  # (adapter slot, adapter): it holds this one from now on
+    sampled: list[tuple[Index, Index]] = []  # (slot, token): its next one, if there are pipeline stages
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -497,8 +504,8 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
 
     version: Count
     identity: ShortText  # the socket's identity, for logs
-    rank: Index
-    world_size: Index  # number of ranks
+    rank: Index  # its number; the first rank of the last stage samples, and its results count
+    world_size: Index  # ranks that compute the model together
     pid: Index  # on the worker's host
     device: ShortText
     model: ModelInfo
@@ -510,6 +517,12 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
     swap_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # measured, in the slower direction
     max_loras: Index = 0  # adapter slots; 0: the worker takes no adapters
     max_cpu_loras: Index = 0  # adapters that the worker keeps in host memory
+    num_stages: Annotated[int, Meta(ge=1, le=1024)] = 1  # pipeline stages, each of equally many ranks
+
+    @property
+    def sampling_rank(self) -> int:
+        """The rank whose results count: the first of the last stage."""
+        return self.world_size - self.world_size // self.num_stages
 
 
 class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -527,7 +540,7 @@ NOTHING_LEFT = "no token may come next: allowed_token_ids, bad_words and the out
 
 
 class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The result of the plan of the same epoch and step."""
+    """The result of the plan of the same epoch and step. Ranks that do not sample send it without rows."""
 
     epoch: Epoch
     step: Count

@@ -9,6 +9,9 @@ The script lists replies and failures. The next token of a sequence is
 - else the last token plus one.
 
 An adapter is a folder with a file `number`: the adapter is this number.
+
+With --tensor-parallel-size, --pipeline-parallel-size and --rank it is a rank of a group. The ranks exchange nothing:
+each computes all that it can know. Those before the last stage know of the tokens that are sampled what plans say.
 """
 
 import argparse
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.worker.config import WorkerConfig
 from services.worker.interface import WorkerInfo
+from services.worker.parallel_config import ParallelConfig
 from services.worker.service import serve
 from shared.curve import load_connection_keys
 from shared.errors import ModelError
@@ -55,6 +59,8 @@ class Reply(Struct):
 class ScriptedFailure(Struct):
     """Lets a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes.
 
+    Only `rank` fails, if it is set.
+
     `kind` is one of
     - "raise", "memory", "exit": raise an error, run out of memory, or end the process;
     - "hang", "loop": sleep or compute forever;
@@ -65,6 +71,7 @@ class ScriptedFailure(Struct):
     token: int
     kind: str
     lives: int = 1_000_000
+    rank: int | None = None
 
 
 class Script(Struct):
@@ -108,9 +115,10 @@ class FinishedStep:
 class ScriptedRunner:
     """A runner that follows a script. `life` is the number of processes that ran this script before."""
 
-    def __init__(self, script: Script, life: int = 0) -> None:
+    def __init__(self, script: Script, life: int = 0, parallel: ParallelConfig | None = None) -> None:
         self.script = script
         self.life = life
+        self.parallel = parallel or ParallelConfig()
         self.slots: dict[int, Slot] = {}
         self.adapters: dict[int, int] = {}  # in host memory, by number of the load
         self.adapter_slots: dict[int, int] = {}
@@ -137,6 +145,7 @@ class ScriptedRunner:
             0.0,
             max_loras=script.max_loras,
             max_cpu_loras=script.max_cpu_loras,
+            num_stages=self.parallel.pipeline_parallel_size,
         )
 
     def configure(self, message: Configure) -> None:
@@ -163,6 +172,9 @@ class ScriptedRunner:
             del self.slots[slot]
         for new in plan.new_sequences:
             self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
+        starts = {row.slot: row.start for row in plan.rows}
+        for slot, token in plan.sampled:
+            self._hear_sampled(slot, starts[slot], token)
         for slot, adapter in plan.adapter_slots:
             self.adapter_slots[slot] = self.adapters[adapter]
         for row in plan.rows:
@@ -174,10 +186,19 @@ class ScriptedRunner:
             parent = self.slots[fork.parent]
             for slot, sample in fork.children:
                 sequence = msgspec.structs.replace(parent.sequence, sample=sample)
-                self.slots[slot] = Slot(sequence, parent.tokens[:-1])
+                num_sampled = int(self.parallel.is_last_stage)  # by the parent, in this step
+                self.slots[slot] = Slot(sequence, parent.tokens[: len(parent.tokens) - num_sampled])
                 rows.append(self._sample(slot, self.slots[slot]))
-        result = StepResult(plan.epoch, plan.step, rows, max(seconds, 1e-4))
+        reports = self.parallel.rank == self.parallel.sampling_rank
+        result = StepResult(plan.epoch, plan.step, rows if reports else [], max(seconds, 1e-4))
         return self._corrupt(plan, result)
+
+    def _hear_sampled(self, index: int, position: int, token: int) -> None:
+        tokens = self.slots[index].tokens
+        if not self.parallel.is_last_stage:
+            tokens.append(token)
+        if len(tokens) != position + 1 or tokens[position] != token:
+            raise ValueError(f"slot {index} hears of token {token} at {position}, but has {tokens}")
 
     def _compute(self, row: Row) -> SampledRow | None:
         slot = self.slots[row.slot]
@@ -193,7 +214,8 @@ class ScriptedRunner:
 
     def _sample(self, index: int, slot: Slot) -> SampledRow:
         token = self._next(slot)
-        slot.tokens.append(token)
+        if self.parallel.is_last_stage:
+            slot.tokens.append(token)
         count = slot.sequence.sampling.logprobs
         logprobs = None if count < 0 else [self._logprob(token, count)]
         return SampledRow(index, [token], logprobs)
@@ -221,7 +243,11 @@ class ScriptedRunner:
 
     def _failures(self, slot: Slot) -> list[str]:
         prompt = slot.tokens[: slot.sequence.prompt_len]
-        return [one.kind for one in self.script.failures if one.token in prompt and self.life < one.lives]
+        return [
+            one.kind
+            for one in self.script.failures
+            if one.token in prompt and self.life < one.lives and one.rank in (None, self.parallel.rank)
+        ]
 
     def _fail(self, slot: Slot) -> None:
         for kind in self._failures(slot):
@@ -280,15 +306,24 @@ def main() -> int:
     parser.add_argument("--scheduler-timeout", type=float, default=300.0)
     parser.add_argument("--zmq-keys", default="")
     parser.add_argument("--log-format", default="text")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
     script = msgspec.json.decode(args.script.read_bytes(), type=Script) if args.script else Script()
     start_logging()
     configure_logging("worker", "info", args.log_format)
     end_with_supervisor(args.supervisor)
     config = WorkerConfig(
-        scheduler=args.scheduler, supervisor=args.supervisor, scheduler_timeout=args.scheduler_timeout
+        scheduler=args.scheduler,
+        supervisor=args.supervisor,
+        scheduler_timeout=args.scheduler_timeout,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        rank=args.rank,
     )
-    return serve(config, ScriptedRunner(script, args.life), load_connection_keys(args.zmq_keys, "worker"))
+    runner = ScriptedRunner(script, args.life, config.parallel)
+    return serve(config, runner, load_connection_keys(args.zmq_keys, "worker"))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class WorkerCapacity(Protocol):
     def max_loras(self) -> int: ...
     @property
     def max_cpu_loras(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -118,7 +120,11 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = []
     async_scheduling: Annotated[
-        bool, Meta(description="Plan the next step while one is running, so that the device never waits.")
+        bool,
+        Meta(
+            description="Plan the next step while one is running, so that the device never waits; with pipeline "
+            "stages, one more than there are stages."
+        ),
     ] = True
     worker_timeout: Annotated[
         float,
@@ -172,7 +178,8 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         max_queued_tokens=config.max_num_queued_tokens,
         prefix_caching=config.enable_prefix_caching,
         preemption_mode=config.preemption_mode,
-        depth=2 if config.async_scheduling else 1,
+        depth=worker.num_stages + config.async_scheduling,
+        num_stages=worker.num_stages,
         policy=config.scheduling_policy,
         priority_ageing=config.priority_ageing,
     )

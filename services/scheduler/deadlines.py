@@ -8,7 +8,7 @@ processes start. `shared.liveness` decides whether a worker that is overdue is a
 from collections import deque
 from typing import NamedTuple
 
-from shared.protocol import Register
+from services.scheduler.config import WorkerCapacity
 
 STEP_FACTOR = 8.0
 """Multiple of its predicted duration after which a step is overdue."""
@@ -34,9 +34,12 @@ class SentStep(NamedTuple):
 
 
 class Deadlines:
-    """The answers that one worker owes. It was sent `Configure` at time `now`; `timeout` is in seconds."""
+    """The answers that one worker owes. It was sent `Configure` at time `now`; `timeout` is in seconds.
 
-    def __init__(self, worker: Register, timeout: float, now: float) -> None:
+    `worker` has the measured speeds: of its whole group, if it is a rank of one, since it waits for the others.
+    """
+
+    def __init__(self, worker: WorkerCapacity, timeout: float, now: float) -> None:
         self._step_seconds = max(worker.step_seconds, 0.0)
         self._token_seconds = max(worker.token_seconds, 0.0)
         self._timeout = timeout

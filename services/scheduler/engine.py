@@ -96,6 +96,8 @@ class Engine:
             logger.warning("a new worker computes differently from the former: continued outputs may differ")
         if replace(worker.model, fingerprint=self.model.fingerprint) != self.model:
             return "it has loaded another model than this engine serves"
+        if worker.num_stages != self.limits.num_stages:
+            return f"it has {worker.num_stages} pipeline stages, but this engine began with {self.limits.num_stages}"
         capacity, promised = pool_tokens(self._config, worker), self.limits.max_model_len
         if capacity < promised:
             return f"its memory holds {capacity} tokens, but requests of {promised} were promised to be served"

@@ -1,4 +1,7 @@
-"""`Registration`: a worker on its connection, its signs of life, and the scheduler's handle on its process."""
+"""`Registration`: a worker on its connection, its signs of life, and the scheduler's handle on its process.
+
+A worker is a rank of a group that computes one model together; most groups have one rank.
+"""
 
 import os
 import signal
@@ -19,6 +22,9 @@ MIN_SWAP_BANDWIDTH = 1.0
 """Minimum bytes per second of copies to host memory that are believed, if they were measured. The seconds of a copy
 would be infinite otherwise, and estimates of steps no numbers."""
 
+MAX_WORLD_SIZE = 64
+"""Maximum ranks of a group."""
+
 MAX_LORAS = 65_536
 """Maximum adapters, in slots or in host memory, that are believed."""
 
@@ -37,7 +43,9 @@ class Registration:
         )
 
     def __repr__(self) -> str:
-        return f"{printable_identity(self.identity)} on {self.register.device}"
+        register, name = self.register, printable_identity(self.identity)
+        rank = f", rank {register.rank} of {register.world_size}" if register.world_size > 1 else ""
+        return f"{name} on {register.device}{rank}"
 
     def replaced_by(self, newcomer: "Registration") -> bool:
         """Return whether the newcomer has the socket or process of this one."""
@@ -68,8 +76,9 @@ def incompatibility(register: Register) -> str:
     """Return why a worker cannot be used; empty if it can."""
     if register.version != VERSION:
         return f"it speaks version {register.version} of the protocol, this scheduler version {VERSION}"
-    if register.rank != 0 or register.world_size != 1:
-        return f"it is rank {register.rank} of {register.world_size}, but an engine has one worker"
+    rank, world_size, num_stages = register.rank, register.world_size, register.num_stages
+    if not rank < world_size <= MAX_WORLD_SIZE or world_size % num_stages:
+        return f"it says to be rank {rank} of {world_size}, in {num_stages} stages of equally many"
     if register.kv_bytes_per_token < 1 or register.model.max_positions < 2 or register.model.vocab_size < 1:
         return "what it says of its model cannot be"
     if max(register.kv_bytes_per_token, register.kv_memory, register.host_kv_memory) > MAX_MEMORY:
@@ -82,6 +91,26 @@ def incompatibility(register: Register) -> str:
     if register.max_loras > register.max_cpu_loras or register.max_cpu_loras > MAX_LORAS:
         return f"it says to have slots for {register.max_loras} adapters, and memory for {register.max_cpu_loras}"
     return ""
+
+
+def disagreement(register: Register, other: Register) -> str:
+    """Return why two workers cannot be in line together; empty if they can.
+
+    All groups have one size. The ranks of a group are one worker, so they differ in nothing that plans or results
+    depend on. Workers that compute alone replace one another, and the engine says which of them it takes.
+    """
+    names = ["world_size", "num_stages"]
+    if register.world_size > 1:
+        names += ["model", "max_loras", "max_cpu_loras"]
+    differences = [(name, getattr(register, name), getattr(other, name)) for name in names]
+    if register.world_size > 1:
+        differences.append(("device", _device_kind(register), _device_kind(other)))
+    said = [f"{name} {own!r} instead of {others!r}" for name, own, others in differences if own != others]
+    return f"it differs from rank {other.rank}, which came before: {', '.join(said)}" if said else ""
+
+
+def _device_kind(register: Register) -> str:
+    return register.device.partition(":")[0]
 
 
 def _open_process(message: Message, register: Register) -> int | None:

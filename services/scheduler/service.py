@@ -20,13 +20,14 @@ import zmq
 from msgspec.structs import replace
 
 from services.scheduler.adapter_loads import AdapterLoads
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import SchedulerConfig, WorkerCapacity
 from services.scheduler.engine import Engine
 from services.scheduler.exporter import WorkerMetrics
 from services.scheduler.gateways import AdapterRequest, GatewayRequest, Gateways, Reset
 from services.scheduler.lora_modules import parse_lora_modules
 from services.scheduler.throughput import Throughput
-from services.scheduler.workers import WorkerAdapter, WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
+from services.scheduler.worker_group import WorkerResult
+from services.scheduler.workers import WorkerAdapter, WorkerEvent, WorkerLost, WorkerReady, Workers
 from shared.admin import DrainState
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
@@ -39,7 +40,6 @@ from shared.protocol import (
     AdapterRefused,
     Refusal,
     Refused,
-    Register,
     Snapshot,
     Status,
     Submit,
@@ -275,7 +275,7 @@ class Service:
                 self.worker_metrics.note_epoch()
                 self._workers.configure(engine.configure(candidate), now)
 
-    def _start_engine(self, worker: Register) -> Engine:
+    def _start_engine(self, worker: WorkerCapacity) -> Engine:
         self.engine = Engine(self._config, worker)
         if self._drain_deadline is not None:
             self.engine.drain()

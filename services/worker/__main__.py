@@ -26,7 +26,10 @@ def main(argv: Sequence[str]) -> int:
         from services.worker.start import start_runner
 
         runner = start_runner(config)
-        return serve(config, runner, keys, on_configured=pin_threads if runner.device.type == "cpu" else None)
+        status = serve(config, runner, keys, on_configured=pin_threads if runner.device.type == "cpu" else None)
+        if config.parallel.world_size > 1:
+            os._exit(status)  # at a usual exit, torch might wait for ranks that are gone
+        return status
     except QuireError as error:
         return report_error("worker", error)
 

@@ -1,14 +1,14 @@
 """The worker's settings.
 
 A process needs them to load a model and to find its scheduler. The scheduler decides the sizes of the KV pool and of a
-step (`Configure`); those of a step are settings here too, since a GPU must have memory for it beside the KV pool. This
-module imports nothing else of the worker, so that all of its modules may import it.
+step (`Configure`); those of a step are settings here too, since a GPU must have memory for it beside the KV pool.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from services.worker.parallel_config import ParallelConfig
 from shared.config import (
     MAX_NUM_SEQS,
     Insecure,
@@ -122,8 +122,24 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     ] = None
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Threads for computing on a CPU; unset: every core, or an engine's part of them."),
+        Meta(description="Threads for computing on a CPU; unset: every core, or a worker's part of them."),
     ] = None
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=1024, description="Ranks that divide each layer of the model among them.")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="Stages, which have consecutive layers of the model each.")
+    ] = 1
+    rank: Annotated[
+        int, Meta(ge=0, description="Number of this worker among the ranks that compute the model together.")
+    ] = 0
+    rendezvous: Annotated[
+        str,
+        Meta(
+            description="Where the ranks find each other: host:port of the host of rank 0, or a folder if all are on "
+            "one host."
+        ),
+    ] = ""
     local_rank: Annotated[
         int, Meta(ge=0, description="Number of this worker among those of this machine that share its CPUs.")
     ] = 0
@@ -150,6 +166,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"--max-cpu-loras {self.max_cpu_loras} is less than --max-loras {self.max_loras}")
+        if self.rank >= self.parallel.world_size:
+            raise ConfigError(f"--rank {self.rank}: there are {self.parallel.world_size} ranks, the first is 0")
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """This rank's place among those that compute the model together."""
+        return ParallelConfig(self.rank, self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def num_host_adapters(self) -> int:

@@ -23,6 +23,7 @@ class WorkerInfo(Struct, frozen=True):
     swap_bytes_per_second: float = 0.0  # of copies to host memory or back, whichever is slower, measured
     max_loras: int = 0  # slots of adapters; 0: it takes none
     max_cpu_loras: int = 0  # adapters in host memory
+    num_stages: int = 1  # of the pipeline that computes the model
 
 
 class OutOfMemory(RuntimeError):
@@ -30,7 +31,7 @@ class OutOfMemory(RuntimeError):
 
 
 class PendingStep(Protocol):
-    """A step that was launched. It may still be running on the device."""
+    """A step that was launched. It may still be running on the device, or be computed when `result` is called."""
 
     @property
     def is_done(self) -> bool:

@@ -1,7 +1,10 @@
-"""`LaunchedStep`: a step that the device computes, and how its result is read when it is done."""
+"""`LaunchedStep`: a step that the device computes, and how its result is read when it is done.
+
+A `DeferredStep` is computed only when its result is wanted.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +69,11 @@ class StepTimer:
 
 
 class LaunchedStep:
-    """A step of which all was launched."""
+    """A step of which all was launched. With `reports` unset, its result has no rows: another rank's has them."""
 
-    def __init__(self, plan: StepPlan, outputs: StepOutputs, timer: StepTimer) -> None:
+    def __init__(self, plan: StepPlan, outputs: StepOutputs, timer: StepTimer, *, reports: bool = True) -> None:
         self._epoch, self._step = plan.epoch, plan.step
-        self._outputs, self._timer = outputs, timer
+        self._outputs, self._timer, self._reports = outputs, timer, reports
         self._copy = HostCopy(outputs.tensors)
         timer.stop()
 
@@ -82,7 +85,8 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         seconds = self._timer.wait()
-        return StepResult(epoch=self._epoch, step=self._step, rows=self._rows(), seconds=seconds)
+        rows = self._rows() if self._reports else []
+        return StepResult(epoch=self._epoch, step=self._step, rows=rows, seconds=seconds)
 
     def sampled_tokens(self) -> list[int]:
         """Wait for the step, and return the tokens of `StepOutputs.slots`."""
@@ -109,3 +113,19 @@ class LaunchedStep:
 def _add_entries(by_slot: dict[int, list[TokenLogprobs]], group: LogprobRows, columns: Sequence[Tensor]) -> None:
     for slot, entry in group.entries(columns):
         by_slot.setdefault(slot, []).append(entry)
+
+
+class DeferredStep:
+    """A step that `launch` launches once its result is wanted, in the thread that wants it.
+
+    On a CPU, a rank that exchanges something with others waits for them in the midst of a step.
+    """
+
+    is_done = False
+
+    def __init__(self, launch: Callable[[], LaunchedStep]) -> None:
+        self._launch = launch
+
+    def result(self) -> StepResult:
+        """Compute the step and return its result."""
+        return self._launch().result()

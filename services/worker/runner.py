@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +33,9 @@ from services.worker.batch import (
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
 from services.worker.host_blocks import HostBlocks, measure_bandwidth
-from services.worker.interface import OutOfMemory, WorkerInfo
+from services.worker.interface import OutOfMemory, PendingStep, WorkerInfo
 from services.worker.kv_memory import host_kv_memory, kv_memory
-from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
+from services.worker.launched_step import DeferredStep, LaunchedStep, StepOutputs, StepTimer
 from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
 from services.worker.models.load import LoadedModel
 from services.worker.sampler import Sampler, StagedSampling, build_sampling_batch
@@ -123,6 +124,8 @@ class ModelRunner:
         self._ops = ops
         self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
         self._adapters = loaded.adapters
+        self._group, self._parallel = loaded.group, loaded.group.parallel
+        self._joins = False  # whether `configure` connects the group: what comes before is measured alone
         self._state: _EpochState | None = None
         self._sizes: Configure | None = None
         self._new_capture: Callable[[], Capture] | None = None
@@ -134,6 +137,7 @@ class ModelRunner:
         needed = self._measure_memory(config, new_capture) if device.type == "cuda" else None
         self._state = self._sizes = None
         self._new_capture = new_capture
+        self._joins = self._parallel.world_size > 1
         self._info = WorkerInfo(
             model=info,
             device=str(device),
@@ -145,6 +149,7 @@ class ModelRunner:
             swap_bytes_per_second=bandwidth,
             max_loras=config.max_loras if self._adapters else 0,
             max_cpu_loras=config.num_host_adapters if self._adapters else 0,
+            num_stages=config.pipeline_parallel_size,
         )
 
     @property
@@ -153,8 +158,10 @@ class ModelRunner:
 
     def configure(self, message: Configure) -> None:
         """Begin an epoch: drop all sequences, KV and adapters. Memory and graphs of another epoch with these sizes are
-        kept.
+        kept. A rank of a group waits until all ranks have come to this.
         """
+        if self._joins:
+            self._group.connect(f"{message.epoch.boot_id}-{message.epoch.count}")
         if self._adapters:
             self._adapters.clear()
         sizes = replace(message, epoch=Epoch("", 0))
@@ -173,25 +180,37 @@ class ModelRunner:
                 self._graphs = DecodeGraphs(graph_sizes(message.max_num_seqs), forward, self._new_capture())
         self._sizes = sizes
 
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step of the epoch that was configured, and wait for its result."""
         return self.launch(plan).result()
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Let the device compute one step of the epoch that was configured. On a GPU this waits for nothing.
 
-        Steps are computed in the order of their launches. What a plan says goes to the device in one copy, and what it
-        has computed comes back in one.
+        Steps are computed in the order of their launches. On a CPU, a rank of a group computes them when their results
+        are wanted, in the same order.
         """
+        if self._parallel.world_size > 1 and self.device.type == "cpu":
+            return DeferredStep(partial(self._launch, plan))
+        return self._launch(plan)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step. All that the plan says goes to the device in one copy, and its result comes back in one."""
         if self._state is None:
             raise RuntimeError("a plan came before any configuration")
         timer = StepTimer(self.device)
         tokens = sum(row.count for row in plan.rows)
         with _naming_settings(f"in a step of {tokens} tokens and {len(plan.rows)} sequences"):
-            self._state.masks.update(plan)
+            if self._parallel.is_last_stage:
+                self._state.masks.update(plan)
             outputs = self._compute(self._stage(plan, self._state), plan, self._state)
-            step = LaunchedStep(plan, outputs, timer)
+            reports = self._parallel.rank == self._parallel.sampling_rank
+            step = LaunchedStep(plan, outputs, timer, reports=reports)
             self._state.masks.expect(outputs.slots, step)
             return step
 
@@ -288,7 +307,7 @@ class ModelRunner:
             adapters = stage_segments(batch, state.sequences, buffer) if self._adapters else None
             graph_size = self._graphs.size_for(batch) if self._graphs and not adapters else 0
             rows = batch.stage(state.sequences, changes, padded_to=graph_size)
-            if batch.samples.any():
+            if self._parallel.is_last_stage and batch.samples.any():
                 last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
                 tokens = state.sampler.stage(build_sampling_batch(batch, plan.forks), buffer)
                 logprobs = stage_logprobs(tokens.batch, state.sequences, buffer)
@@ -313,7 +332,8 @@ class ModelRunner:
                 hidden = self._graphs.run(step.graph_size)
             else:
                 hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters)
-            outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
+            if self._parallel.is_last_stage:
+                outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
             if step.sampling:
                 self._sample(hidden, step.sampling, state, outputs)
         return outputs

@@ -67,6 +67,9 @@ class SequenceStates:
         lengths = {row.slot: row.start + row.count for row in plan.rows} if plan.forks else {}
         for fork in plan.forks:
             self._fork(fork, lengths.get(fork.parent, 0), changes)
+        starts = {row.slot: row.start for row in plan.rows} if plan.sampled else {}
+        for slot, token in plan.sampled:
+            changes.write(self.tokens[slot, starts[slot] :], np.array([token], np.int32))
         # A table that is written or copied in this plan may be changed by it once more.
         self._write_tables(plan.table_writes, changes, after_copies=bool(plan.new_sequences or plan.forks))
         return changes

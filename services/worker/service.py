@@ -12,6 +12,10 @@ resets the runner's state. A step that raises ends the process, since the state 
 return also ends it: `faulthandler` is a watchdog, which exits if the loop has not turned, or the device has finished
 none of its steps, for `--scheduler-timeout` seconds.
 
+A rank of a group waits for the others in its exchanges, where nothing can interrupt it. So it does that beside the
+loop (`result_waiter.py`). If the loop is told to stop or loses its scheduler meanwhile, it ends the process at once:
+the ranks that it waits for may be gone.
+
 After SIGTERM, the worker tells its scheduler that it leaves, and computes what it is sent until the scheduler says
 `Stop`, which comes between two steps: nothing is lost. A second signal ends the process at once.
 """
@@ -26,6 +30,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -34,7 +39,7 @@ import zmq
 from services.worker.adapter_loader import AdapterLoader
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory, Runner
-from services.worker.result_waiter import FailedStep, ResultWaiter
+from services.worker.result_waiter import Failure, Result, ResultWaiter
 from services.worker.running_requests import RunningRequests
 from shared.curve import ConnectionKeys
 from shared.errors import ProtocolError
@@ -77,8 +82,8 @@ RECONNECT_DELAY = 0.1
 LEAVE_TIMEOUT = 5.0
 """Seconds of a scheduler's silence after which a worker that leaves it no longer waits for `Stop`."""
 
-LINGER_MS = 1_000
-"""Milliseconds in which a `Fault` must be sent before the process ends."""
+LINGER = 1.0
+"""Seconds in which a `Fault` must be sent before the process ends."""
 
 
 class CloseReason(Enum):
@@ -146,12 +151,19 @@ class Service:
         """Wait for a scheduler for the whole `--scheduler-timeout` from now."""
         self.deadline = time.monotonic() + self._config.scheduler_timeout
 
-    def configure(self, message: Configure) -> None:
+    @property
+    def in_group(self) -> bool:
+        """Whether other ranks compute the model too, for which this one has to wait."""
+        return self._config.parallel.world_size > 1
+
+    def configure(self, message: Configure) -> Configured:
         """Configure the runner, and call `on_configured` if this is the first time."""
         self.runner.configure(message)
         if self._on_configured is not None:
             self._on_configured()
             self._on_configured = None
+        logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
+        return Configured(message.epoch)
 
     def feed_watchdog(self) -> None:
         """Reset the watchdog, but not each time: setting it starts a thread."""
@@ -184,9 +196,27 @@ class _Connection:
             loader = AdapterLoader(self._context, self._service.runner, self._adapter_thread)
             with closing(loader), closing(ResultWaiter(self._context)) as waiter:
                 reason = self._serve(socket, monitor, waiter, loader)
+                if self._service.in_group:
+                    self._end_if_waiting(reason, waiter)
             self._service.identity = ""
-            socket.close(linger=LINGER_MS if reason is CloseReason.FAILED else 0)
+            socket.close(linger=int(LINGER * 1000) if reason is CloseReason.FAILED else 0)
             return reason
+
+    def _end_if_waiting(self, reason: CloseReason, waiter: ResultWaiter) -> None:
+        """End the process if it may be waiting for other ranks, which may be gone.
+
+        Without a scheduler it otherwise keeps its weights. But a GPU's connection to ranks that are gone cannot be
+        closed.
+        """
+        if reason is CloseReason.FAILED:
+            waits = not waiter.end(LINGER)  # meanwhile the fault is sent
+        else:
+            on_gpu = not self._service.runner.info.device.startswith("cpu")
+            waits = waiter.num_pending > 0 or (on_gpu and self._epoch is not None)
+        if waits:
+            logger.warning("ending without the other ranks")
+            logging.shutdown()
+            os._exit(CloseReason.FAILED.value if reason.value is None else reason.value)
 
     def _serve(
         self, socket: "zmq.Socket[bytes]", monitor: Monitor, waiter: ResultWaiter, loader: AdapterLoader
@@ -204,7 +234,7 @@ class _Connection:
             self._service.loop.begin_turn()
             if waiter.socket in events:
                 self._service.feed_watchdog()
-                reason = self._send_result(socket, waiter.take())
+                reason = self._send(socket, waiter.take())
             elif loader.socket in events:
                 reason = None
                 self._send_answer(socket, loader)
@@ -266,7 +296,7 @@ class _Connection:
                 logger.info("the scheduler says to stop")
                 return CloseReason.STOPPED
             case Configure():
-                return self._configure(socket, message, loader)
+                return self._configure(socket, message, waiter, loader)
             case StepPlan():
                 return self._launch(socket, message, waiter)
             case LoadAdapter():
@@ -279,17 +309,18 @@ class _Connection:
         if answer := loader.take():
             socket.send(encode(answer))
 
-    def _configure(self, socket: "zmq.Socket[bytes]", message: Configure, loader: AdapterLoader) -> CloseReason | None:
+    def _configure(
+        self, socket: "zmq.Socket[bytes]", message: Configure, waiter: ResultWaiter, loader: AdapterLoader
+    ) -> CloseReason | None:
         loader.forget()
+        if self._service.in_group:
+            waiter.add(message, partial(self._service.configure, message))
+            return None
         try:
-            self._service.configure(message)
+            configured = self._service.configure(message)
         except Exception as error:
-            return self._send_fault(socket, message.epoch, 0, error, [])
-        self._epoch = message.epoch
-        self._service.refusal = ""
-        logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
-        socket.send(encode(Configured(message.epoch)))
-        return None
+            return self._send(socket, Failure(message, error))
+        return self._send(socket, configured)
 
     def _launch(self, socket: "zmq.Socket[bytes]", plan: StepPlan, waiter: ResultWaiter) -> CloseReason | None:
         if plan.epoch != self._epoch:
@@ -299,23 +330,26 @@ class _Connection:
         try:
             step = self._service.runner.launch(plan)
             if waiter.num_pending or not step.is_done:
-                waiter.add(plan, step)
+                waiter.add(plan, step.result)
                 return None
             result = step.result()
         except Exception as error:
-            return self._send_failure(socket, FailedStep(plan, error))
-        return self._send_result(socket, result)
+            return self._send(socket, Failure(plan, error))
+        return self._send(socket, result)
 
-    def _send_result(self, socket: "zmq.Socket[bytes]", result: StepResult | FailedStep) -> CloseReason | None:
-        if isinstance(result, FailedStep):
-            return self._send_failure(socket, result)
-        self._requests.finish()
+    def _send(self, socket: "zmq.Socket[bytes]", result: Result) -> CloseReason | None:
+        match result:
+            case Failure(StepPlan() as plan, error):
+                return self._send_fault(socket, plan.epoch, plan.step, error, self._requests.of_step(plan))
+            case Failure(request, error):
+                return self._send_fault(socket, request.epoch, 0, error, [])
+            case Configured():
+                self._epoch = result.epoch
+                self._service.refusal = ""
+            case StepResult():
+                self._requests.finish()
         socket.send(encode(result))
         return None
-
-    def _send_failure(self, socket: "zmq.Socket[bytes]", failed: FailedStep) -> CloseReason:
-        plan, error = failed
-        return self._send_fault(socket, plan.epoch, plan.step, error, self._requests.of_step(plan))
 
     def _send_fault(
         self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, error: Exception, request_ids: Sequence[str]
@@ -330,12 +364,12 @@ class _Connection:
         return CloseReason.FAILED
 
     def _register(self, name: str) -> Register:
-        info = self._service.runner.info
+        info, parallel = self._service.runner.info, self._config.parallel
         return Register(
             version=VERSION,
             identity=name,
-            rank=0,
-            world_size=1,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
             pid=os.getpid(),
             device=info.device,
             model=info.model,
@@ -347,6 +381,7 @@ class _Connection:
             swap_bytes_per_second=info.swap_bytes_per_second,
             max_loras=info.max_loras,
             max_cpu_loras=info.max_cpu_loras,
+            num_stages=info.num_stages,
         )
 
 

@@ -5,6 +5,7 @@ the package, would spend most of the time in Python, and larger ones in memory. 
 large tensor.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -40,35 +41,43 @@ def check_type(tensor: StoredTensor) -> None:
         raise ModelError(f"{tensor}: this type cannot be read (supported: F32, F16, {', '.join(supported)})")
 
 
-def map_blocks(tensor: StoredTensor, index: int | None = None) -> NDArray[np.uint8]:
-    """Return the blocks (blocks, bytes) of the tensor, or of the one at `index` along its first dimension.
+Region = tuple[slice, ...]
+"""What to read of a tensor: the bounds of each dimension; () is all of it."""
+
+
+def map_blocks(tensor: StoredTensor, expert: int | None = None, region: Region = ()) -> NDArray[np.uint8]:
+    """Return the blocks (..., bytes) of what `region` takes of the tensor, or of an expert's matrix along its first
+    dimension. Where `region` begins or ends in a block, the whole block is there.
 
     They are mapped from the file. Writing to them changes memory, not the file.
     """
     block, size = GGML_QUANT_SIZES[tensor.type]
-    shape = tensor.shape if index is None else tensor.shape[1:]
-    count = int(np.prod(shape)) // block
-    return np.memmap(tensor.path, np.uint8, "c", tensor.offset + (index or 0) * count * size, (count, size))
+    *outer, columns = _shape(tensor, expert)
+    shape = (*outer, columns // block, size)
+    offset = tensor.offset + (expert or 0) * math.prod(shape)
+    blocks = np.memmap(tensor.path, np.uint8, "c", offset, shape)
+    if not region:
+        return blocks
+    *rows, column = region
+    return blocks[(*rows, slice(column.start // block, -(-column.stop // block)))]
 
 
-def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> NDArray[Any]:
-    """Return the tensor, or the one at `index` along its first dimension.
+def read_tensor(tensor: StoredTensor, expert: int | None = None, threads: int = 1, region: Region = ()) -> NDArray[Any]:
+    """Return what `region` takes of the tensor, or of an expert's matrix along its first dimension.
 
     Floats are mapped from the file as they are stored. Other types are dequantised to float32.
     """
-    blocks, shape = map_blocks(tensor, index), tensor.shape if index is None else tensor.shape[1:]
+    blocks = map_blocks(tensor, expert, region)
     if is_mapped(tensor):
-        return blocks.view(FLOAT_TYPES[tensor.type]).reshape(shape)
-    return _dequantize(blocks, tensor.type, threads).reshape(shape)
+        return blocks.view(FLOAT_TYPES[tensor.type])[..., 0]
+    return _dequantize(blocks, tensor.type, threads, region)
 
 
 def dequantize_rows(
-    tensor: StoredTensor, index: int | None, rows: slice | NDArray[np.intp], threads: int = 1
+    tensor: StoredTensor, expert: int | None, rows: slice | NDArray[np.intp], threads: int = 1, region: Region = ()
 ) -> NDArray[np.float32]:
-    """Return some rows of the matrix, or of the one at `index` along the first dimension, in float32."""
-    stored, (count, columns) = map_blocks(tensor, index), tensor.shape[-2:]
-    blocks = stored.reshape(count, -1, stored.shape[1])[rows]
-    return _dequantize(blocks.reshape(-1, stored.shape[1]), tensor.type, threads).reshape(-1, columns)
+    """Return some rows of what `region` takes of the matrix, or of an expert's along the first dimension, in float32."""
+    return _dequantize(map_blocks(tensor, expert, region)[rows], tensor.type, threads, region)
 
 
 def is_mapped(tensor: StoredTensor) -> bool:
@@ -100,24 +109,28 @@ def is_simple_quantized(tensor: StoredTensor) -> bool:
     return tensor.type in _ZERO_POINTS
 
 
-def map_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedMatrix | None:
-    """Return the quantised matrix, or the one at `index` along the first dimension; None for other types.
+def map_quantized(tensor: StoredTensor, expert: int | None = None, region: Region = ()) -> QuantizedMatrix | None:
+    """Return what `region`, which takes whole blocks, takes of the quantised matrix, or of an expert's along the first
+    dimension; None for other types.
 
     A block is a scale (float16), a min (float16, Q4_1 only), and then the quants of a group.
     """
     if not is_simple_quantized(tensor):
         return None
-    stored = map_blocks(tensor, index)
-    blocks = stored.reshape(tensor.shape[-2], -1, stored.shape[1])
+    blocks = map_blocks(tensor, expert, region)
     bits = 8 if tensor.type == GGMLQuantizationType.Q8_0 else 4
     floats = blocks[..., :4].view(np.float16)
     mins = floats[..., 1] if tensor.type == GGMLQuantizationType.Q4_1 else None
     return QuantizedMatrix(bits, blocks[..., -4 * bits :], floats[..., 0], mins, _ZERO_POINTS[tensor.type])
 
 
-def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:
-    """Dequantise blocks (blocks, bytes) to (blocks, values)."""
+def _dequantize(
+    blocks: NDArray[np.uint8], type: GGMLQuantizationType, threads: int, region: Region
+) -> NDArray[np.float32]:
+    """Dequantise blocks (..., blocks, bytes) to (..., values), of which those at the ends may be outside of `region`."""
+    *outer, count, size = blocks.shape
     codec, block = _codec(type), GGML_QUANT_SIZES[type][0]
+    stored = blocks.reshape(-1, size)
     codec.init_grid()  # makes the lookup tables of some types, which two threads must not do at once
     values = np.empty((len(stored), block), np.float32)
 
@@ -125,7 +138,15 @@ def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: 
         values[start:end] = codec.dequantize_blocks(stored[start:end])
 
     _for_chunks(dequantize, len(stored), block, threads)
-    return values
+    values = values.reshape(*outer, count * block)
+    if not region:
+        return values
+    first, length = region[-1].start % block, region[-1].stop - region[-1].start
+    return values[..., first : first + length]
+
+
+def _shape(tensor: StoredTensor, expert: int | None) -> tuple[int, ...]:
+    return tensor.shape if expert is None else tensor.shape[1:]
 
 
 def _for_chunks(work: Callable[[int, int], None], count: int, block: int, threads: int) -> None:

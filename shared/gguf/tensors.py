@@ -22,6 +22,7 @@ from shared.gguf.header import Header, StoredTensor
 from shared.gguf.shapes import SHAPES
 from shared.gguf.tensor_data import (
     QuantizedMatrix,
+    Region,
     check_type,
     dequantize_rows,
     map_blocks,
@@ -58,35 +59,48 @@ class GGUFTensor(Struct, frozen=True):
         """The shape as it is stored, of one expert: a matrix is (outputs, inputs), even where Hugging Face's is not."""
         return self.stored.shape if self.expert is None else self.stored.shape[1:]
 
-    def map(self) -> NDArray[np.uint8]:
-        """Return the bytes of the file that the tensor is read from."""
-        return map_blocks(self.stored, self.expert)
+    def map(self, region: Region = ()) -> NDArray[np.uint8]:
+        """Return the blocks of the file that `read` reads."""
+        return map_blocks(self.stored, self.expert, self._stored(region))
 
-    def read(self, threads: int = 1) -> NDArray[Any]:
-        """Return the tensor as floats."""
-        values = read_tensor(self.stored, self.expert, threads)
+    def read(self, threads: int = 1, region: Region = ()) -> NDArray[Any]:
+        """Return what `region` takes of the tensor, as floats. Its rows are whole heads."""
+        values = read_tensor(self.stored, self.expert, threads, self._stored(region))
         if self.heads:
-            values = halves_from_pairs(values, self.heads)
+            values = halves_from_pairs(values, self._heads_in(len(values)))
         if self.subtract:
             values = values - np.float32(self.subtract)
         return values.T if self.transposed else values
 
-    def read_rows(self, rows: slice, threads: int = 1) -> NDArray[np.float32]:
-        """Return some rows of a quantised matrix (outputs, inputs), dequantised, in Hugging Face's order."""
-        order = halves_from_pairs(np.arange(self.matrix_shape[0]), self.heads)[rows] if self.heads else rows
-        return dequantize_rows(self.stored, self.expert, order, threads)
+    def read_rows(self, rows: slice, threads: int = 1, region: Region = ()) -> NDArray[np.float32]:
+        """Return some rows of what `region` takes of a quantised matrix (outputs, inputs), dequantised, in Hugging
+        Face's order. The region's outputs are whole heads.
+        """
+        order: slice | NDArray[np.intp] = rows
+        if self.heads:
+            count = region[0].stop - region[0].start if region else self.matrix_shape[0]
+            order = halves_from_pairs(np.arange(count), self._heads_in(count))[rows]
+        return dequantize_rows(self.stored, self.expert, order, threads, region)
 
-    def map_quantized(self) -> list[QuantizedMatrix] | None:
-        """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not read its type so.
+    def map_quantized(self, region: Region = ()) -> list[QuantizedMatrix] | None:
+        """Return what `region` takes of the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not
+        read its type so. The region's outputs are whole heads, and its inputs whole blocks.
 
         It comes in parts whose rows follow one another in Hugging Face's order.
         """
-        matrix = map_quantized(self.stored, self.expert)
+        matrix = map_quantized(self.stored, self.expert, region)
         if matrix is None or self.subtract or not self.heads:
             return None if matrix is None or self.subtract else [matrix]
-        rows = self.matrix_shape[0] // self.heads
-        halves = ((first + half, first + rows) for first in range(0, self.matrix_shape[0], rows) for half in (0, 1))
+        count = len(matrix.quants)
+        rows = count // self._heads_in(count)  # of a head
+        halves = ((first + half, first + rows) for first in range(0, count, rows) for half in (0, 1))
         return [matrix.rows(slice(start, end, 2)) for start, end in halves]
+
+    def _stored(self, region: Region) -> Region:
+        return region[::-1] if self.transposed else region
+
+    def _heads_in(self, rows: int) -> int:
+        return self.heads * rows // self.shape[0]
 
 
 def find_tensors(header: Header, config: Mapping[str, Any]) -> dict[str, GGUFTensor]:

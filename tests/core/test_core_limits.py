@@ -18,7 +18,7 @@ GOOD = {"num_blocks": 10, "max_num_seqs": 4, "max_num_batched_tokens": 5, "max_m
         ({"max_queued_tokens": -1}, "--max-queued-tokens"),
         ({"max_num_batched_tokens": 4}, "--max-num-batched-tokens must be more than --max-num-seqs"),
         ({"max_model_len": 161}, "--max-model-len must be at most the 160 tokens"),
-        ({"depth": 3}, "--depth"),
+        ({"depth": 66}, "--depth"),
         ({"priority_ageing": 1.0}, "--priority-ageing needs --scheduling-policy priority"),
         ({"priority_ageing": -1.0, "policy": "priority"}, "--priority-ageing"),
     ],

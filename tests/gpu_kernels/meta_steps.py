@@ -26,6 +26,8 @@ from services.worker.models.load import LoadedModel
 from services.worker.models.parameters import RandomWeights
 from services.worker.models.precision import Precision
 from services.worker.models.spec import Family
+from services.worker.parallel_config import ParallelConfig
+from services.worker.rank_group import RankGroup
 from services.worker.runner import ModelRunner
 from services.worker.warmup import Measurements
 from shared.protocol import Configure, Epoch, ModelInfo, Sampling, StepPlan, Submit, pack_tokens
@@ -60,7 +62,7 @@ def meta_runner(family: Family = llama.FAMILY, **config: Any) -> ModelRunner:
         name="", architecture="", dtype="", max_positions=2048, vocab_size=2000, fingerprint="", weights_digest=""
     )
     settings = WorkerConfig(kv_cache_memory=1.0, swap_space=0)
-    loaded = LoadedModel(model, precision, "", "", adapters)
+    loaded = LoadedModel(model, precision, "", "", RankGroup(ParallelConfig(), META), adapters)
     with patch("services.worker.runner.warm_up", lambda *_: Measurements(1.0, 1.0)):  # it reads results
         return ModelRunner(loaded, info, settings, META, gpu())
 

@@ -16,8 +16,9 @@ from services.worker.models.load import load_model
 from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
 from tests.models.family_variants import mixtral, qwen3_moe
+from tests.models.forward import CPU, Forward
 from tests.models.peft_adapters import make_adapter, rewrite_adapter, set_adapter_config
-from tests.models.tiny_models import CPU, Forward, llama, save
+from tests.models.tiny_models import llama, save
 
 Tensors = dict[str, Tensor]
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"

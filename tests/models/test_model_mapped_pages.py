@@ -19,7 +19,9 @@ from services.worker.models.load import match_family
 from services.worker.models.parameters import MappedPages, load_weights
 from services.worker.models.precision import Precision
 from services.worker.models.registry import read_supported
+from services.worker.models.share import Share
 from services.worker.models.tensor_map import TensorMap
+from services.worker.parallel_config import ONE_RANK, ParallelConfig
 from tests.models.gptq_awq_writer import Scheme, save_packed
 from tests.models.tiny_models import llama, save
 from tests.waiting import wait_until
@@ -99,7 +101,9 @@ def test_pages_are_read_ahead_and_released_in_turn(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(parameters, "will_need", record("ahead"))
     monkeypatch.setattr(parameters, "release", record("release"))
     monkeypatch.setattr(parameters, "_READ_AHEAD", 100_000)
-    pages, places = MappedPages(files, tensors.sources), {}
+    share = Share(tensors.spec, ONE_RANK)
+    pages = MappedPages(files, {name: source.pieces(share) for name, source in tensors.sources.items()})
+    places = {}
     for name, source in tensors.sources.items():
         places[name] = [files.mapped(tensor.name)[0].data_ptr() for tensor in source.tensors]
     used: list[int] = []
@@ -129,6 +133,27 @@ def test_matrices_are_packed_from_the_files(quantization: str | None, tmp_path: 
             stored = [files.get(tensor.name) for tensor in tensors.sources[name].tensors]
             assert [part.data_ptr() for part in matrix.parts] == [part.data_ptr() for part in stored]
             assert matrix.shape == (sum(len(part) for part in stored), stored[0].shape[1])
+
+
+def test_a_rank_reads_and_releases_its_own_rows(tmp_path: Path) -> None:
+    """Most of the others' rows are never in memory. Of columns, a page has other ranks' too."""
+    path = save(llama(**WIDE | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1}), tmp_path)
+    files, tensors = open_model(path)
+    precision, weights_file = Precision(torch.float32, None, torch.float32), path / "model.safetensors"
+    name = "model.layers.0.mlp.gate_proj.weight"
+    whole = files.get(name).nbytes
+    with load_weights(files, tensors, precision, CPU, ParallelConfig(1, 4)) as weights:
+        before = resident(weights_file)
+        matrix = weights.load_matrix("layers.0.up.weight")
+        gate, up = (part.clone() for part in matrix.parts)
+        # It needs a quarter each of gate and up, and the system may map some more.
+        assert whole // 2 <= resident(weights_file) - before < whole
+        columns = weights.load_matrix("layers.0.down.weight").parts[0].clone()
+        weights.load("final_norm.weight")
+        assert resident(weights_file) <= before + 2 * os.sysconf("SC_PAGE_SIZE") * 3  # of three tensors' ends
+    assert torch.equal(gate, files.get(name)[1024:2048])
+    assert torch.equal(up, files.get(name.replace("gate", "up"))[1024:2048])
+    assert torch.equal(columns, files.get(name.replace("gate", "down"))[:, 1024:2048])
 
 
 def test_what_will_be_needed_is_read_from_the_disk(tmp_path: Path) -> None:

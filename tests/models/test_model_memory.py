@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ def anonymous() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def load(folder: str):
+def load(folder: str, **config):
     cpu = torch.device("cpu")
-    return load_model(Path(folder), WorkerConfig(device="cpu", dtype=sys.argv[3]), cpu, ops(cpu))
+    return load_model(Path(folder), WorkerConfig(device="cpu", **config), cpu, ops(cpu))
 
 
 def watch() -> None:
@@ -48,7 +49,7 @@ base = anonymous()
 seen, done = [base], threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-model = load(sys.argv[2])
+model = load(sys.argv[2], **json.loads(sys.argv[3]))
 done.set()
 watcher.join()
 print(json.dumps({"peak": max(seen) - base, "held": anonymous() - base}))
@@ -88,9 +89,29 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 2), ("float32", 4)])
 def test_loading_takes_little_more_than_the_model(folders: tuple[Path, Path, int], dtype: str, bytes_each: int) -> None:
     small, large, parameters = folders
-    command = [sys.executable, "-c", MEASURE, str(small), str(large), dtype]
+    assert_takes_little_more(small, large, parameters * bytes_each, dtype=dtype)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_a_rank_takes_little_more_than_its_part(
+    folders: tuple[Path, Path, int], load_format: str, tp: int, pp: int
+) -> None:
+    """With two stages, the first one has the embedding and most layers."""
+    small, large, parameters = folders
+    config = json.loads((large / "config.json").read_bytes())
+    table = config["vocab_size"] * config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    own = (parameters - 2 * table) * -(-layers // pp) / layers + table * (2 if pp == 1 else 1)
+    ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "rank": tp - 1}
+    assert_takes_little_more(small, large, own / tp * 4, dtype="float32", load_format=load_format, **ranks)
+
+
+def assert_takes_little_more(small: Path, large: Path, weights: float, **config: Any) -> None:
+    """Check that loading `large` takes little more than the bytes of its weights."""
+    command = [sys.executable, "-c", MEASURE, str(small), str(large), json.dumps(config)]
     measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    weights = parameters * bytes_each
     print({name: value / weights for name, value in measured.items()})
     assert 0.95 * weights < measured["held"]
     assert measured["peak"] < 1.1 * weights

@@ -77,6 +77,17 @@ class Server:
                         result[f"{role} {number[1]}"] = child
         return result
 
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks of one engine, in order."""
+        result: dict[int, psutil.Process] = {}
+        for child in self.process.children():
+            with suppress(psutil.Error):  # the process has just ended
+                argv = " ".join(child.cmdline())
+                if " services.worker " in argv:
+                    found = re.search(r"--rank=(\d+)", argv)
+                    result[int(found[1]) if found else 0] = child
+        return [result[rank] for rank in sorted(result)]
+
     def files(self) -> set[str]:
         """Return the names of the files in the server's own folder, if that exists."""
         return {path.name for folder in self.place.glob(f"{PREFIX}.{self.process.pid}.*") for path in folder.iterdir()}

@@ -429,8 +429,8 @@ def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(fo
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("tensor_parallel_size", 8),
-        ("pipeline_parallel_size", 2),
+        ("tensor_parallel_size", 0),
+        ("nnodes", 2),
         ("quantization", "gptq"),
         ("lora_modules", ["a=/a"]),
         ("no_such_argument", 1),

@@ -68,6 +68,21 @@ def test_processes_are_in_the_order_of_stopping_and_have_names() -> None:
     ]
 
 
+def test_an_engine_has_as_many_workers_as_ranks() -> None:
+    result = read(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    workers = connect_services(result, 8000, FOLDER).workers
+    assert [one.rank for one in workers] == [0, 1, 2, 3] * 2
+    assert [one.scheduler.removesuffix(".sock")[-1] for one in workers] == ["0"] * 4 + ["1"] * 4
+    assert [one.local_rank for one in workers] == list(range(8))
+    assert {one.local_world_size for one in workers} == {8}
+    assert {one.rendezvous for one in workers} == {str(FOLDER)}
+    names = [child.name for child in processes(result) if child.role == "worker"]
+    assert names == [f"worker {engine} rank {rank}" for engine in range(2) for rank in range(4)]
+    one_engine = processes(read(tensor_parallel_size=2))
+    assert [child.name for child in one_engine[2:]] == ["worker rank 0", "worker rank 1"]
+    assert connect_services(read(), 8000, FOLDER).workers[0].rendezvous == ""
+
+
 def test_only_gateways_of_one_port_share_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/of/another")
     several = processes(read(data_parallel_size=2, api_server_count=2))
@@ -85,6 +100,7 @@ def visible(**flags: Any) -> list[str | None]:
 
 def test_each_worker_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible(data_parallel_size=2) == ["0", "1"]
+    assert visible(tensor_parallel_size=3) == ["0", "1", "2"]
     assert visible() == [None]
     assert visible(data_parallel_size=2, device="cpu") == [None, None]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5, 7")
@@ -98,7 +114,15 @@ def test_each_worker_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"data_parallel_size": 4}, "--data-parallel-size 4: each engine needs a GPU of its own, and there are 3"),
+        (
+            {"data_parallel_size": 4},
+            "--data-parallel-size 4: each rank of each engine needs a GPU of its own, which are 4, and there are 3",
+        ),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "--tensor-parallel-size 2 --pipeline-parallel-size 2: each rank of .* which are 4, and there are 3",
+        ),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 200, "device": "cpu"}, "these are 400 workers; one machine"),
         ({"api_server_count": 2, "uds": "/tmp/q.sock"}, "--api-server-count 2: only one gateway can listen at a Unix"),
         ({"data_parallel_size": 2, "metrics_port": 65535, "device": "cpu"}, "--metrics-port 65535: each engine needs"),
     ],
@@ -110,7 +134,8 @@ def test_what_this_machine_cannot_run_is_refused(flags: dict[str, Any], message:
 
 def test_what_it_can_run_is_taken() -> None:
     check_numbers(read(data_parallel_size=3))
-    check_numbers(read(data_parallel_size=4, device="cpu"))
+    check_numbers(read(data_parallel_size=4, tensor_parallel_size=2, device="cpu"))
+    check_numbers(read(tensor_parallel_size=3))
     check_numbers(read(uds="/tmp/q.sock", metrics_port=65535))
 
 

@@ -71,6 +71,8 @@ def test_what_is_renamed_has_its_effect() -> None:
     assert parse("-dp 2 --api_server_count=3")[0].serve == settings.ServeConfig(
         data_parallel_size=2, api_server_count=3
     )
+    worker = parse("-tp 2 --pipeline_parallel_size=3")[0].worker
+    assert (worker.tensor_parallel_size, worker.pipeline_parallel_size) == (2, 3)
     assert parse("--enforce-eager")[0].worker.enforce_eager
     assert parse("--swap-space 8")[0].worker.swap_space == parse("--kv-offloading-size 8")[0].worker.swap_space == 8
     assert parse("--preemption-mode swap")[0].scheduler.preemption_mode == "swap"
@@ -78,12 +80,12 @@ def test_what_is_renamed_has_its_effect() -> None:
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
-    result, notes = parse("--seed 0 --performance-mode balanced -tp 1 --max-paddings 4")
+    result, notes = parse("--seed 0 --performance-mode balanced -n 1 --max-paddings 4")
     assert result == parse("")[0]
     assert [note.partition(" is accepted without effect: ")[0] for note in notes] == [
         "--seed 0",
         "--performance-mode balanced",
-        "--tensor-parallel-size 1",
+        "--nnodes 1",
         "--max-paddings 4",
     ]
 
@@ -91,8 +93,8 @@ def test_what_is_taken_without_effect_is_said_once_each() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-tp 8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
-        ("--tensor_parallel_size=8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
+        ("-n 2", "--nnodes 2 is not supported: `quire serve` starts the ranks of this machine"),
+        ("-dcp 2", "--decode-context-parallel-size 2 is not supported: a sequence's context is not divided"),
         ("--default-mm-loras {}x", "--default-mm-loras {}x is not supported: only text is served"),
         ("--no-enable-chunked-prefill", "--enable-chunked-prefill=false is not supported: prompts are always computed"),
         (
@@ -119,7 +121,7 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     """API-02, API-03: a file of vLLM's, with strings where Quire has lists."""
     file = tmp_path / "vllm.yaml"
     file.write_text(
-        "served-model-name: foo\napi-key: 123\ntensor-parallel-size: 1\nenforce-eager: true\n"
+        "served-model-name: foo\napi-key: 123\nnnodes: 1\nenforce-eager: true\n"
         "max-model-len: 2k\nkv_cache_memory_bytes: 1073741824\nrevision: null\n"
     )
     notes: list[str] = []
@@ -129,7 +131,7 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     assert (result.scheduler.max_model_len, result.worker.kv_cache_memory) == (2000, 1.0)
     assert result.worker.enforce_eager
     assert [note.partition(" is accepted")[0] for note in notes] == [
-        f"--config {file}: --tensor-parallel-size 1",
+        f"--config {file}: --nnodes 1",
     ]
     file.write_text("kv_cache_memory_bytes: null\n")
     assert settings.read({"config": str(file)}, {}).worker.kv_cache_memory is None
@@ -172,9 +174,10 @@ def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
     [
         ({"trust_remote_code": True, "max_paddings": 4, "disable_log_stats": False}, {}),
         ({"swap_space": 4, "preemption_mode": "swap"}, {"swap_space": 4, "preemption_mode": "swap"}),
-        ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
+        ({"max_model_len": "auto", "nnodes": 1, "hf_overrides": None, "rope_scaling": None}, {}),
+        ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
         ({"cpu_offload_gb": 0.0, "logits_processors": [], "hf_overrides": {}}, {}),
-        ({"tensor_parallel_size": np.int64(1), "data_parallel_size": np.int64(1)}, {}),
+        ({"nnodes": np.int64(1), "data_parallel_size": np.int64(1)}, {}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
         ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),
     ],
@@ -182,6 +185,7 @@ def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
 def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], own: dict[str, Any]) -> None:
     """API-02: a script for vLLM needs another import line, and nothing else."""
     named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None, "swap_space": None}
+    named["tensor_parallel_size"] = None
     assert translate_arguments(named, arguments) == own
 
 
@@ -189,6 +193,7 @@ def test_the_defaults_of_vllms_llm_are_taken() -> None:
     """API-02: the arguments of its constructor (0.32), and some that a program passes on from its command line."""
     named = {"model": "m", "dtype": "auto", "tokenizer": None, "revision": None, "quantization": None}
     named |= {"gpu_memory_utilization": None, "enforce_eager": None, "tokenizer_revision": None, "seed": None}
+    named["tensor_parallel_size"] = None
     defaults = {
         "runner": "auto", "convert": "auto", "tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False,
         "trust_remote_code": False, "allowed_local_media_path": "", "allowed_media_domains": None,
@@ -204,7 +209,7 @@ def test_the_defaults_of_vllms_llm_are_taken() -> None:
     taken = translate_arguments(named, defaults)
     assert taken == {
         "model": "m", "dtype": "auto", "gpu_memory_utilization": 0.92, "enforce_eager": False,
-        "scheduling_policy": "fcfs", "reasoning_parser": "auto",
+        "tensor_parallel_size": 1, "scheduling_policy": "fcfs", "reasoning_parser": "auto",
     }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_beats_of_another_process_do_not_count(harness: WatchHarness) -> None:
 
 def test_services_of_one_role_are_told_apart(harness: WatchHarness) -> None:
     with sleeping_process() as process:
-        other = Child("gateway", [], ServiceLog(io.BytesIO()), {}, number=1)
+        other = Child("gateway", [], ServiceLog(io.BytesIO()), {}, label="1")
         other.process = cast("object", process)  # type: ignore[assignment]
         for quarter in range(20):
             harness.beat()

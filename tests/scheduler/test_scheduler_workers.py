@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from services.scheduler import workers as module
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
-from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
+from services.scheduler.worker_group import WorkerResult
+from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerEvent, WorkerLost, WorkerReady, Workers
 from shared.cpu_usage import CpuMonitor
 from shared.liveness import GRACE_PERIOD, CpuUsage
 from shared.protocol import (

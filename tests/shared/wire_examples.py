@@ -112,13 +112,14 @@ TO_WORKER: list[Struct] = [
         [(12, 3)],
         [(4, 13)],
         [(1, 17)],
+        [(0, 42)],
     ),
     Stop(),
     LoadAdapter(17, "/adapters/1"),
     UnloadAdapter(17),
 ]
 FROM_WORKER: list[Struct] = [
-    Register(1, "worker-1-a", 0, 1, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005, 2**30, 1e9, 4, 8),
+    Register(1, "worker-1-a", 3, 4, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005, 2**30, 1e9, 4, 8, 2),
     StepResult(EPOCH, 7, [SampledRow(0, [42], LOGPROBS, LOGPROBS, "no way on")], 0.03),
     Fault(EPOCH, 7, "Traceback", True),
     Heartbeat("worker-1-a", PROCESS),

@@ -72,6 +72,7 @@ def _check_numbers(core: Scheduler, holders: list[Sequence]) -> None:
     for sequence in holders:
         progress = sequence.progress
         assert progress.in_flight == rows.pop(id(sequence), 0), "plans in flight are counted"
+        assert core.limits.num_stages == 1 or samples[id(sequence)] <= 1, "stages wait for a sequence's last token"
         assert 0 <= progress.num_computed <= progress.num_scheduled <= progress.max_num_computed
         assert progress.max_num_computed <= core.limits.max_model_len
         if sequence.finish_reason is None:

@@ -4,6 +4,7 @@ Results come late: a plan is executed when it is made, since a device runs plans
 `deliver`.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from random import Random
@@ -225,6 +226,9 @@ class BudgetCheck:
         rows = list(zip(in_flight.rows, in_flight.sequences, strict=True))
         chunked = sum(row.count for row, sequence in rows if sequence not in self._streams)
         single = sum(row.count for row, sequence in rows if sequence in self._streams)
+        if limits.num_stages > 1:
+            share = math.ceil(len(self._streams) / min(limits.num_stages, limits.depth))
+            assert single <= share, "other stages have as many streams"
         done = {sequence for row, sequence in rows if row.samples}
         others = [one for one in core._queues.running.items if one not in done | self._streams]
         left = any(one.progress.num_unscheduled for one in others)
@@ -322,6 +326,7 @@ class SimulatedEngine:
             self.costs,
             self.adapters.max_loras,
             self.adapters.max_cpu_loras,
+            limits.num_stages,
         )
         self._forgotten_steps = 0
         self.plans = []
@@ -612,6 +617,8 @@ class SimulatedEngine:
             {block for block, _ in plan.swap_out} & {block for _, block in plan.swap_in}
         )
         self.events["two in flight"] += self.core.in_flight == 2
+        self.events["more in flight"] += self.core.in_flight > 2
+        self.events["sampled tokens that are told"] += len(plan.sampled)
         self.events["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
         ended = [sequence for sequence in self.core._queues.stopping if sequence.finish_reason is not None]
         self.events["stray rows"] += len(ended)

@@ -11,7 +11,8 @@ sequence without blocks and without a scheduler.
 Host memory has cells too. A copy to it lands when the plan's result is back, as on a device that copies on a stream of
 its own, and a host block that is copied from must not change until then.
 
-The worker applies plans in the order that the protocol documents and refuses those that break its rules.
+The worker applies plans in the order that the protocol documents and refuses those that break its rules. With pipeline
+stages it is the first of them, and knows of the tokens that it samples only what plans tell it.
 """
 
 from collections import deque
@@ -131,6 +132,7 @@ class Slot:
         self.table = table
         self.sampling = sampling
         self.sample = sample
+        self.untold: deque[int] = deque()  # sampled tokens of which plans have not told
 
 
 class HostCopies:
@@ -158,8 +160,10 @@ class SimulatedWorker:
         costs: StepCosts = AT_ONCE,
         max_loras: int = 0,
         max_cpu_loras: int = 0,
+        num_stages: int = 1,
     ) -> None:
         self.configure = configure
+        self._num_stages = num_stages
         self.costs = costs
         self.pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_blocks)]
         self.computed_in = [[0] * configure.block_size for _ in range(configure.num_blocks)]  # steps, from 1
@@ -197,6 +201,9 @@ class SimulatedWorker:
             self._add_sequence(new)
         for fork in plan.forks:
             self._fork(fork)
+        for slot, token in plan.sampled:
+            assert token == self.slots[slot].untold.popleft(), "what is told is what was sampled"
+            self.slots[slot].tokens.append(token)
         for write in plan.table_writes:
             table = self.slots[write.slot].table
             assert write.index <= len(table), "tables have no holes"
@@ -317,7 +324,7 @@ class SimulatedWorker:
             output = one.tokens[one.prompt_len :]
             token = sample_token(cells, output, one.sampling, one.sample, self._adapter(one))
             answers.append(SampledRow(index, [token], None, scores if one is slot else None))
-            one.tokens.append(token)
+            (one.untold if self._num_stages > 1 else one.tokens).append(token)
         return answers
 
     def oldest_step(self, row: Row) -> int:

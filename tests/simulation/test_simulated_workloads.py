@@ -52,7 +52,7 @@ def test_every_request_gives_what_it_gives_alone(part: int) -> None:
 
 @pytest.mark.parametrize("seed", [209, 961, 1429, 24209, 25202, 25798])
 def test_workloads_that_once_went_wrong(seed: int) -> None:
-    workloads.run(seed)
+    workloads.run(seed, deep=False)
 
 
 def test_workloads_reach_what_they_are_to_prove() -> None:
@@ -78,7 +78,7 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
             }
         )
     rare = {name: count for name, count in seen.items() if count < 20}
-    assert len(seen) == 29
+    assert len(seen) == 31
     assert not rare
     uncounted = set(Counters.__struct_fields__) - counted
     assert uncounted == {"rejected_by_tokens"}, "no workload bounds the queue in tokens; all else happens"

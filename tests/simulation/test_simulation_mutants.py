@@ -51,6 +51,30 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "queues.preempt(queues.running.items[0])",
         ),
     ],
+    "a pipeline does not wait for a token": [
+        ("planner:Planner._continue_outputs", "position == len(sequence.tokens) or ", ""),
+    ],
+    "the first stage does not hear what was sampled": [
+        ("planner:Planner._continue_outputs", "builder.send_sampled(ready)", "pass"),
+    ],
+    "the first stage hears a token again": [
+        ("plan_builder:PlanBuilder.send_sampled", "== progress.num_sent", ">= sequence.prompt_len"),
+    ],
+    "the first stage hears of one token of each": [
+        ("plan_builder:PlanBuilder.send_sampled", "progress.num_sent += 1", "pass")
+    ],
+    "forks hear what their parent heard": [
+        ("sequence:SequenceProgress.fork_from", "self.num_sent = parent.num_sent", "self.num_sent = parent.num_tokens"),
+    ],
+    "a resumed sequence hears its tokens again": [
+        ("sequence:SequenceProgress.rewind", "self.num_tokens = self.num_sent = ", "self.num_tokens = "),
+    ],
+    "one plan takes all streams of a pipeline": [
+        ("planner:Planner._continue_outputs", " or len(ready) == share", ""),
+    ],
+    "streams of a pipeline wait for prompts of any length": [
+        ("planner:Planner._budget", " + builder.num_deferred", "")
+    ],
     "preemption forgets the output": [
         ("sequence:Sequence.rewind", "self.slot = -1", "self.slot = -1; del self.tokens[self.prompt_len :]"),
     ],
@@ -65,7 +89,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "the end of the output is not seen in time": [
-        ("planner:Planner._continue_outputs", "position < progress.max_num_computed and", ""),
+        ("planner:Planner._continue_outputs", "position >= progress.max_num_computed", "False"),
     ],
     "stray tokens are sent": [("commit:commit", "if sequence.finish_reason is None:", "if True:")],
     "results of another epoch count": [("scheduler:Scheduler.commit", "result.epoch != self._epoch or", "")],

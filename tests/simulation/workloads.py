@@ -10,11 +10,17 @@ from services.scheduler.core import Limits
 from shared.protocol import FinishReason, Refused
 
 
-def run(seed: int) -> SimulatedEngine:
-    """Run one workload from beginning to end. Raise AssertionError if an invariant is broken."""
+def run(seed: int, *, deep: bool = True) -> SimulatedEngine:
+    """Run one workload from beginning to end. Raise AssertionError if an invariant is broken.
+
+    `deep`: some workloads have more than two plans in flight, or a pipeline.
+    """
     rng = Random(seed)
     adapter_rng = Random(f"adapters of {seed}")
-    engine = _engine(random_limits(rng), Random(f"time of {seed}"), adapter_rng)
+    limits = random_limits(rng)
+    if deep:
+        limits = _with_random_depth(limits, Random(f"depth of {seed}"))
+    engine = _engine(limits, Random(f"time of {seed}"), adapter_rng)
     script = _Script(rng, engine, Random(f"cache of {seed}"), adapter_rng)
     for _ in range(rng.randint(4, 40)):
         script.move()
@@ -43,6 +49,16 @@ def random_limits(rng: Random) -> Limits:
         priority_ageing=rng.choice([0.0, 0.05]) if policy == "priority" else 0.0,
         max_queued_requests=rng.choice([4, 1000]),
     )
+
+
+def _with_random_depth(limits: Limits, rng: Random) -> Limits:
+    """Return the limits of each third workload as they are, and others with another depth, with a pipeline or not.
+
+    It has an `rng` of its own, so that the rest of a workload stays as it is.
+    """
+    if rng.random() < 0.33:
+        return limits
+    return replace(limits, depth=rng.randint(1, 5), num_stages=rng.choice([1, 2, 2, 3, 4]))
 
 
 def _engine(limits: Limits, rng: Random, adapter_rng: Random) -> SimulatedEngine:

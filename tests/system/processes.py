@@ -5,6 +5,7 @@ is killed.
 """
 
 import asyncio
+import math
 import os
 import re
 import shutil
@@ -102,12 +103,23 @@ class Child:
 
 
 class Engine:
-    """A scheduler and its worker, and their addresses: over ipc, or over tcp at two free ports, if wanted with keys."""
+    """A scheduler and its worker, and their addresses: over ipc, or over tcp at two free ports, if wanted with keys.
+
+    The worker is a group of ranks of these tensor and pipeline parallel `sizes`; `worker` is the first of them.
+    """
 
     def __init__(
-        self, folder: Path, script: Script, flags: Sequence[str], *, tcp: bool = False, keys: str = ""
+        self,
+        folder: Path,
+        script: Script,
+        flags: Sequence[str],
+        *,
+        tcp: bool = False,
+        keys: str = "",
+        sizes: tuple[int, int] = (1, 1),
     ) -> None:
         self.folder = folder
+        self._keys = keys
         addresses = (f"tcp://127.0.0.1:{port}" for port in free_ports(2)) if tcp else None
         self.address, self.workers = addresses or (f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock")
         workers = self.workers
@@ -115,9 +127,17 @@ class Engine:
         supervisor = f"--supervisor={os.getpid()}"
         sockets = [f"--gateways={self.address}", f"--workers={workers}", f"--zmq-keys={keys}"]
         self.scheduler = Child("scheduler", folder, ["-m", "services.scheduler", *sockets, supervisor, *flags])
-        arguments = [f"--scheduler={workers}", f"--script={folder}/script.json", "--life={life}", supervisor]
-        arguments.append(f"--zmq-keys={keys}")
-        self.worker = Child("worker", folder, ["tests/scripted_worker.py", *arguments])
+        self.ranks = [self.rank(rank, *sizes) for rank in range(math.prod(sizes))]
+        self.worker = self.ranks[0]
+
+    def rank(self, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int, name: str = "") -> Child:
+        """Return a worker that is not started yet."""
+        arguments = [f"--scheduler={self.workers}", f"--script={self.folder}/script.json", "--life={life}"]
+        arguments += [f"--supervisor={os.getpid()}", f"--zmq-keys={self._keys}", f"--rank={rank}"]
+        arguments.append(f"--tensor-parallel-size={tensor_parallel_size}")
+        arguments.append(f"--pipeline-parallel-size={pipeline_parallel_size}")
+        name = name or (f"worker {rank}" if tensor_parallel_size * pipeline_parallel_size > 1 else "worker")
+        return Child(name, self.folder, ["tests/scripted_worker.py", *arguments])
 
 
 class Gateway(Child):
@@ -153,29 +173,40 @@ class Server(Struct):
 
 @asynccontextmanager
 async def engine(
-    script: Script | None = None, *flags: str, worker: bool = True, tcp: bool = False, keys: str = ""
+    script: Script | None = None,
+    *flags: str,
+    worker: bool = True,
+    tcp: bool = False,
+    keys: str = "",
+    sizes: tuple[int, int] = (1, 1),
 ) -> AsyncIterator[Engine]:
-    """Run an engine for the block; `flags` are the scheduler's."""
+    """Run an engine for the block; `flags` are the scheduler's, `sizes` the tensor and pipeline parallel ones."""
     folder = Path(tempfile.mkdtemp(prefix="q"))
-    running = Engine(folder, script or Script(), flags, tcp=tcp, keys=keys)
+    running = Engine(folder, script or Script(), flags, tcp=tcp, keys=keys, sizes=sizes)
     try:
         await running.scheduler.start()
-        if worker:
-            await running.worker.start()
+        for rank in running.ranks if worker else ():
+            await rank.start()
         yield running
     finally:
-        await running.worker.stop()
+        for rank in running.ranks:
+            await rank.stop()
         await running.scheduler.stop()
         shutil.rmtree(folder)
 
 
 @asynccontextmanager
 async def serving(
-    script: Script | None = None, *flags: str, tcp: bool = False, keys: str = "", loss_timeout: float = 60.0
+    script: Script | None = None,
+    *flags: str,
+    tcp: bool = False,
+    keys: str = "",
+    loss_timeout: float = 60.0,
+    sizes: tuple[int, int] = (1, 1),
 ) -> AsyncIterator[tuple[Engine, Backend]]:
     """Run an engine; yield it and a gateway's backend that is connected to it."""
     async with (
-        engine(script, *flags, tcp=tcp, keys=keys) as running,
+        engine(script, *flags, tcp=tcp, keys=keys, sizes=sizes) as running,
         Backend([running.address], loss_timeout=loss_timeout, keys=load_connection_keys(keys, "gateway")) as backend,
     ):
         await until(backend.ready)

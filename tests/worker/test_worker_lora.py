@@ -13,8 +13,9 @@ from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
 from shared.errors import ModelError
 from shared.protocol import Fork
+from tests.models.forward import CPU
 from tests.models.peft_adapters import adapted, make_adapter
-from tests.models.tiny_models import CPU, llama, reference_logits, save
+from tests.models.tiny_models import llama, reference_logits, save
 from tests.worker.runner_client import RunnerClient, sequence
 
 PROMPT = [5, 9, 100, 3, 77, 12, 8, 8, 41, 90]

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,20 +110,25 @@ class HeldRunner(ScriptedRunner):
 
 
 class ServedRunner:
-    """A service with a `HeldRunner`, and the scheduler that it registered with."""
+    """A service with a `HeldRunner`, and the scheduler that it registered with and that has sent `Configure`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, runner: "HeldRunner | None" = None, **settings: int) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.bind(address)
-        self.runner = HeldRunner()
-        self.service = Service(WorkerConfig(scheduler=address), self.runner)
-        self.thread = threading.Thread(target=self.service.run, daemon=True)
+        self.runner = runner or HeldRunner()
+        self.service = Service(WorkerConfig(scheduler=address, **settings), self.runner)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.worker = b""
-        assert isinstance(self.receive(), Register)
+        register = self.receive()
+        assert isinstance(register, Register)
+        self.register = register
         self.send(Configure(EPOCH, 16, 8, 4, 64, 128))
-        assert self.receive() == Configured(EPOCH)
+
+    def _run(self) -> None:
+        with suppress(SystemExit):  # by which a test replaces the end of the process
+            self.service.run()
 
     def send_bytes(self, data: bytes) -> None:
         self.socket.send_multipart([self.worker, data])
@@ -168,6 +174,7 @@ class ServedRunner:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[ServedRunner]:
     served = ServedRunner(f"ipc://{tmp_path}/workers")
+    assert served.receive() == Configured(EPOCH)
     yield served
     served.close()
 
@@ -347,3 +354,108 @@ def test_adapters_of_all_connections_are_read_in_one_thread(served: ServedRunner
         served.send(Configure(EPOCH, 16, 8, 4, 64, 128))
         assert served.receive() == Configured(EPOCH)
     assert len(served.runner.readers) == 1
+
+
+class WaitingRunner(HeldRunner):
+    """A rank whose beginning of an epoch waits for the other ranks, which come when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meet = threading.Event()
+        self.error = ""
+
+    def configure(self, message: Configure) -> None:
+        self.meet.wait()
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class ServedRank(ServedRunner):
+    """A service whose runner is rank 1 of 2. `exits` are the exit statuses with which it has ended its process."""
+
+    def __init__(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.exits: list[int] = []
+        self.waiting = WaitingRunner()
+        monkeypatch.setattr(module.os, "_exit", self.exit)
+        super().__init__(address, self.waiting, tensor_parallel_size=2, rank=1)
+
+    def exit(self, status: int) -> None:
+        self.exits.append(status)
+        self.release()  # the test's process goes on, so its threads have to end
+        raise SystemExit
+
+    def release(self) -> None:
+        self.waiting.meet.set()
+        for step in self.waiting.steps:
+            step.finish.set()
+
+    def join(self) -> list[int]:
+        """Wait for the end of the process."""
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        return self.exits
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedRank]:
+    rank = ServedRank(f"ipc://{tmp_path}/workers", monkeypatch)
+    yield rank
+    rank.release()
+    rank.close()
+
+
+def configured(rank: ServedRank) -> None:
+    rank.waiting.meet.set()
+    assert rank.receive() == Configured(EPOCH)
+
+
+def test_a_rank_registers_with_its_place(rank: ServedRank) -> None:
+    assert (rank.register.rank, rank.register.world_size, rank.register.num_stages) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_rank_that_waits_for_others_hears_stop(rank: ServedRank, in_step: bool) -> None:
+    if in_step:
+        configured(rank)
+        rank.launch(0)
+    rank.send(Stop())
+    assert rank.join() == [0]
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_rank_that_waits_for_others_does_not_outlive_its_scheduler(rank: ServedRank, in_step: bool) -> None:
+    """The ranks that it waits for may not have got what it has got."""
+    if in_step:
+        configured(rank)
+        rank.launch(0)
+    rank.socket.close(linger=0)
+    assert rank.join() == [1]
+
+
+def test_a_rank_that_waits_for_nobody_registers_again(rank: ServedRank) -> None:
+    configured(rank)
+    rank.send_bytes(b"no message")
+    assert isinstance(rank.receive(), Register)
+    rank.send(Configure(EPOCH, 16, 8, 4, 64, 128))
+    assert rank.receive() == Configured(EPOCH)
+    assert not rank.exits
+
+
+def test_ranks_that_do_not_meet_are_a_fault(rank: ServedRank) -> None:
+    rank.waiting.error = "rank 0 did not come"
+    rank.waiting.meet.set()
+    fault = rank.receive()
+    assert isinstance(fault, Fault)
+    assert (fault.epoch, fault.step) == (EPOCH, 0)
+    assert "rank 0 did not come" in fault.detail
+    assert rank.join() == []
+
+
+def test_a_fault_is_sent_although_another_step_waits(rank: ServedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER", 0.2)
+    configured(rank)
+    rank.launch(0, 1)
+    rank.waiting.steps[0].error = "connection closed by peer"
+    rank.waiting.steps[0].finish.set()
+    assert isinstance(rank.receive(), Fault)
+    assert rank.join() == [1]

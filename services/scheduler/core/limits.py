@@ -11,8 +11,8 @@ from shared.errors import ConfigError
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
 
-MAX_DEPTH = 2
-"""Maximum number of steps in flight. With two, the device always has one to run while the other is committed."""
+MAX_DEPTH = 65
+"""Maximum number of steps in flight: one in each stage of the longest pipeline, and one that waits for the first."""
 
 
 class WorkerResources(Struct, frozen=True, array_like=True):
@@ -46,12 +46,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_step_seconds: float = 0.0  # that a step should take at most while anybody streams; 0: no such bound
     prefix_caching: bool = True
     preemption_mode: PreemptionMode = "auto"  # what happens to a victim's blocks; see swap_policy.py
-    depth: int = MAX_DEPTH  # plans in flight at once
+    depth: int = 2  # plans in flight at once; with 2, the device has one to run while the other is committed
+    num_stages: int = 1  # of the workers' pipeline
     policy: Literal["fcfs", "priority"] = "fcfs"
     priority_ageing: float = 0.0  # seconds of waiting that one unit of priority is worth; 0: priority is strict
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_num_seqs", "max_model_len", "block_size", "max_queued_requests"):
+        for name in ("num_blocks", "max_num_seqs", "max_model_len", "block_size", "max_queued_requests", "num_stages"):
             _check(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         _check(1 <= self.depth <= MAX_DEPTH, "depth", f"must be from 1 to {MAX_DEPTH}", self.depth)
         _check(self.max_queued_tokens >= 0, "max_queued_tokens", "must be at least 0", self.max_queued_tokens)

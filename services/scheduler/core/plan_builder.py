@@ -33,9 +33,11 @@ class PlanBuilder:
         "forks",
         "new_sequences",
         "num_chunked",
+        "num_deferred",
         "num_skipped",
         "num_tokens",
         "rows",
+        "sampled",
         "sequences",
         "swap_in",
         "swap_out",
@@ -48,12 +50,14 @@ class PlanBuilder:
         self.num_tokens = 0  # positions of all rows
         self.num_chunked = 0  # positions of rows of more than one
         self.num_skipped = 0  # running sequences that get no row because a block is missing, one each
+        self.num_deferred = 0  # those that go on with their output in another plan than this
         self.new_sequences: list[NewSequence] = []
         self.forks: list[Fork] = []
         self.children: list[Sequence] = []
         self.table_writes: list[TableWrite] = []
         self.block_copies: list[tuple[int, int]] = []
         self.adapter_slots: list[tuple[int, int]] = []
+        self.sampled: list[tuple[int, int]] = []
         self.swap_out: list[Move] = []
         self.swap_in: list[Move] = []
 
@@ -84,6 +88,18 @@ class PlanBuilder:
         self.num_tokens += len(sequences) * count
         if count > 1:
             self.num_chunked += len(sequences) * count
+
+    def send_sampled(self, sequences: list[Sequence]) -> None:
+        """Tell the ranks the token at the next position of each sequence, if it was sampled and they were not told."""
+        for sequence in sequences:
+            progress = sequence.progress
+            if (position := progress.num_scheduled) == progress.num_sent:
+                self.sampled.append((sequence.slot, sequence.tokens[position]))
+                progress.num_sent += 1
+
+    def defer(self) -> None:
+        """Note that a running sequence goes on with its output in another plan."""
+        self.num_deferred += 1
 
     def skip(self) -> None:
         """Note that a running sequence waits for a block in this step."""
@@ -126,6 +142,7 @@ class PlanBuilder:
             self.swap_out,
             self.swap_in,
             self.adapter_slots,
+            self.sampled,
         )
 
     def in_flight_plan(self, step: int) -> InFlightPlan:

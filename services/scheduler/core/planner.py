@@ -3,6 +3,11 @@
 It decides who gets positions, who is admitted and who is preempted; queues.py and block_manager.py carry that out. A
 plan is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head
 of the queue; chunks of more than one position, which share the rest of the budget; forks.
+
+With pipeline stages, each stage computes another plan at the same time. The first stage learns what the last one has
+sampled from a later plan, so a sequence has its next row once its token is committed; and the rows that continue
+outputs are spread over as many plans as there are stages, so that none is without work. The chunks of a prompt need no
+such wait: plans in flight may have one each.
 """
 
 from collections import deque
@@ -73,7 +78,7 @@ class Planner:
         """Return what sequences share that do not continue their output, of which `num_chunked` run already."""
         rows, limits, block_size = len(builder.rows), self._limits, self._block_manager.block_size
         largest = limits.max_num_batched_tokens - rows
-        streaming = rows > 0 or builder.num_skipped > 0  # somebody waits for a next token
+        streaming = rows + builder.num_skipped + builder.num_deferred > 0  # somebody waits for a next token
         fitting = None
         if streaming and limits.max_step_seconds:
             fitting = self._step_time.positions_within(limits.max_step_seconds, rows)
@@ -95,21 +100,43 @@ class Planner:
                     self._fork(builder, sequence)  # its first output token is being sampled
 
     def _continue_outputs(self, builder: PlanBuilder) -> list[Sequence]:
-        """Add the rows of one position behind the prompt. Return the other sequences that need positions."""
+        """Add the rows of one position behind the prompt. Return the other sequences that need positions.
+
+        With pipeline stages, some outputs go on in another plan.
+        """
         ready: list[Sequence] = []
         chunked: list[Sequence] = []
+        pipelined, share = self._limits.num_stages > 1, self._share_of_outputs()
         for sequence in self._queues.running.items:  # a victim stands behind, so removing it does not skip anyone
             progress = sequence.progress
             position = progress.num_scheduled
             if progress.num_tokens - position != 1 or position < sequence.prompt_len:
                 if progress.num_unscheduled:
                     chunked.append(sequence)
-            elif position < progress.max_num_computed and (
-                position < sequence.table.num_writable or self._extend(builder, sequence)
-            ):
+            elif position >= progress.max_num_computed:
+                continue  # its last token is being sampled
+            elif pipelined and (position == len(sequence.tokens) or len(ready) == share):
+                builder.defer()
+            elif position < sequence.table.num_writable or self._extend(builder, sequence):
                 ready.append(sequence)
+        if pipelined:
+            builder.send_sampled(ready)
         builder.add_rows(ready, 1)
         return chunked
+
+    def _share_of_outputs(self) -> int:
+        """Return how many outputs a plan goes on with, so that all stages of a pipeline have as many at a time.
+
+        Nobody is passed for long, though the first in order come first: if one was passed by as many plans in a row as
+        can be in flight, these would have had more rows of different sequences than there are.
+        """
+        limits, num_outputs = self._limits, 0
+        if limits.num_stages > 1:
+            for sequence in self._queues.running.items:
+                progress = sequence.progress
+                is_last = progress.num_tokens - progress.num_scheduled == 1
+                num_outputs += is_last and sequence.prompt_len <= progress.num_scheduled < progress.max_num_computed
+        return -(-num_outputs // min(limits.num_stages, limits.depth))
 
     def _extend(self, builder: PlanBuilder, sequence: Sequence) -> bool:
         """Make the next position writable. Return False if it has to wait for plans in flight.

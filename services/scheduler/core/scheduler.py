@@ -30,7 +30,8 @@ Why every accepted request comes to its end (none starves, except by strict prio
    A swapped sequence waits until the plan that copies its blocks to host memory is back, which is in flight by then.
    Host memory is never waited for: if it is full, what is preempted is computed again.
 4. A plan has more positions than there are slots, and however long it takes, some of them are for chunks. So the first
-   chunk moves on in every step, however many streams there are.
+   chunk moves on in every step, however many streams there are. With pipeline stages, a plan goes on with a share of
+   the streams only, the first in order first; the others have their turn in the next ones (planner.py).
 5. A quarantine (quarantine.py) ends. The members of its group advance by points 1 to 4 above, and each death makes
    a group smaller, or is one of a few that its only member survives. Sequences that come from other schedulers cannot
    prolong it for ever: one is taken in at a time, and the others run between two of them.

@@ -59,6 +59,7 @@ class SequenceProgress:
         "max_num_tokens",
         "num_computed",
         "num_scheduled",
+        "num_sent",
         "num_tokens",
         "row_samples",
     )
@@ -68,6 +69,7 @@ class SequenceProgress:
         self.max_num_computed = max_num_tokens - row_samples  # the last token's position need not be computed
         self.row_samples = row_samples  # tokens sampled by a row that reaches `num_tokens`: 1, or 0 if only scored
         self.num_tokens = num_tokens
+        self.num_sent = num_tokens  # tokens that have come to the slot in plans; its own samples count with stages only
         self.num_computed = self.num_scheduled = 0
         self.in_flight = 0  # plans in flight that name the sequence
 
@@ -93,6 +95,7 @@ class SequenceProgress:
         """Begin as a fork of `parent`: the plan that samples its next token samples one for this sequence as well."""
         self.in_flight = 1
         self.num_scheduled, self.num_tokens = parent.num_scheduled, parent.num_tokens
+        self.num_sent = parent.num_sent
 
     def commit(self, end: int) -> None:
         """Note that the result of a plan is back, which computed the positions below `end`."""
@@ -101,7 +104,7 @@ class SequenceProgress:
 
     def rewind(self, num_tokens: int) -> None:
         """Begin again, with `num_tokens` tokens to compute and no plan in flight."""
-        self.num_tokens = num_tokens
+        self.num_tokens = self.num_sent = num_tokens
         self.num_computed = self.num_scheduled = self.in_flight = 0
 
 

@@ -10,7 +10,7 @@ from kernels.quantized import QuantizedWeight, Rows, StackedWeight, stack
 from services.worker.checkpoint.config_json import ConfigJson
 from shared.gguf.damage import damage_as_model_error
 from shared.gguf.header import read_header
-from shared.gguf.tensor_data import QuantizedMatrix, is_mapped, is_simple_quantized
+from shared.gguf.tensor_data import QuantizedMatrix, Region, is_mapped, is_simple_quantized
 from shared.gguf.tensors import GGUFTensor, find_tensors
 
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,42 +41,46 @@ class GGUFWeights:
         """True if some tensors are in a format that matmuls can use."""
         return any(is_simple_quantized(tensor.stored) for tensor in self._tensors.values())
 
-    def get_quantized(self, name: str) -> QuantizedWeight | StackedWeight | None:
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | StackedWeight | None:
         """Return the matrix (outputs, inputs) with its quants in the file, or None if matmuls cannot use its format."""
-        matrices = self._tensors[name].map_quantized()
+        matrices = self._tensors[name].map_quantized(region)
         if matrices is None:
             return None
         return stack([_quantized_weight(matrix) for matrix in matrices])
 
-    def dequantized_rows(self, name: str) -> Rows | None:
+    def dequantized_rows(self, name: str, region: Region = ()) -> Rows | None:
         """Return the matrix (outputs, inputs) in float32; None if it is no matrix, or is mapped as it is."""
         tensor = self._tensors[name]
-        return None if is_mapped(tensor.stored) or len(tensor.shape) == 1 else _DequantizedRows(tensor)
+        return None if is_mapped(tensor.stored) or len(tensor.shape) == 1 else _DequantizedRows(tensor, region)
 
-    def mapped(self, name: str) -> list[Tensor]:
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
         """Return the bytes of the file that the tensor is read from."""
         tensor = self._tensors[name]
         with damage_as_model_error(tensor.stored):
-            return [torch.from_numpy(tensor.map())]
+            return [torch.from_numpy(tensor.map(region))]
 
-    def get_tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
         """Return the tensor in its stored type, or in float32 if torch has no such type."""
         tensor = self._tensors[name]
         with damage_as_model_error(tensor.stored):
-            return torch.from_numpy(tensor.read(torch.get_num_threads()))
+            return torch.from_numpy(tensor.read(torch.get_num_threads(), region))
 
 
 class _DequantizedRows:
-    def __init__(self, tensor: GGUFTensor) -> None:
-        self._tensor = tensor
+    """What `region` takes of a matrix (outputs, inputs), in float32."""
+
+    def __init__(self, tensor: GGUFTensor, region: Region) -> None:
+        self._tensor, self._region = tensor, region
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._tensor.matrix_shape
+        if not self._region:
+            return self._tensor.matrix_shape
+        return tuple(side.stop - side.start for side in self._region)
 
     def __getitem__(self, rows: slice) -> Tensor:
         with damage_as_model_error(self._tensor.stored):
-            return torch.from_numpy(self._tensor.read_rows(rows, torch.get_num_threads()))
+            return torch.from_numpy(self._tensor.read_rows(rows, torch.get_num_threads(), self._region))
 
 
 def _quantized_weight(matrix: QuantizedMatrix) -> QuantizedWeight:

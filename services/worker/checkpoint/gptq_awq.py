@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, Rows, unpack_awq, unpack_words
 from services.worker.checkpoint.quantization_config import QuantizationConfig
 from shared.errors import ModelError
+from shared.gguf.tensor_data import Region
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _ALIGNMENT = 8  # outputs in an int32, of either number of bits
@@ -30,10 +31,12 @@ class Shard(Protocol):
 
     def keys(self) -> list[str]: ...
 
-    def get_tensor(self, name: str) -> Tensor: ...
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
+        """Return what `region` takes of the tensor called `name`."""
+        ...
 
-    def mapped(self, name: str) -> list[Tensor]:
-        """Return the parts of mapped files that the tensor called `name` is read from; none if it is in memory."""
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
+        """Return the parts of mapped files that `get_tensor` reads; none if the tensor is in memory."""
         ...
 
 
@@ -78,6 +81,18 @@ class _PackedMatrix(NamedTuple):
             scales=self.scales[:, first:end],
             shape=(end - first, self.shape[1]),
         )
+
+    def inputs(self, first: int, end: int) -> "_PackedMatrix":
+        """Return the matrix of some inputs. Both numbers must be multiples of those in an int32."""
+        words = slice(first * self.config.bits // 32, end * self.config.bits // 32)
+        rows = slice(first, end) if self.config.method == "awq" else words
+        return self._replace(
+            qweight=self.qweight[rows], g_idx=self.g_idx[first:end], shape=(self.shape[0], end - first)
+        )
+
+    def groups(self, numbers: Tensor) -> "_PackedMatrix":
+        """Return the matrix with these groups in place of its own."""
+        return self._replace(qzeros=self.qzeros[numbers], scales=self.scales[numbers])
 
 
 class _DequantizedRows:
@@ -127,32 +142,41 @@ class PackedWeights:
         """Return (outputs, inputs), even in families whose unquantised weights are transposed."""
         return self._matrices[name].shape
 
-    def mapped(self, name: str) -> list[Tensor]:
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
         """Return the parts of mapped files that the matrix is read from, without g_idx, which is small."""
-        module = name.removesuffix(".weight")
-        names = [module + suffix for suffix in _SUFFIXES[:3]]
-        return [mapped for tensor in names for mapped in self._tensors[tensor].mapped(tensor)]
+        module, part = name.removesuffix(".weight"), self._part(name, region)
+        tensors = zip(_SUFFIXES, (part.qweight, part.qzeros, part.scales), strict=False)
+        return [tensor for suffix, tensor in tensors if self._tensors[module + suffix].mapped(module + suffix)]
 
     @property
     def method(self) -> Literal["gptq", "awq"]:
         return self._config.method
 
-    def get_tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
         """Return the matrix in float32."""
-        return self.dequantized_rows(name)[:]
+        return self.dequantized_rows(name, region)[:]
 
-    def dequantized_rows(self, name: str) -> Rows:
+    def dequantized_rows(self, name: str, region: Region = ()) -> Rows:
         """Return the matrix (outputs, inputs) in float32."""
-        return _DequantizedRows(self._matrices[name])
+        return _DequantizedRows(self._part(name, region))
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Return the matrix with its quants in the file; None if its scales do not fit float16.
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | None:
+        """Return the matrix with its quants in the file; None if its scales do not fit float16, or if 32 of a region's
+        inputs do not share one.
 
         If groups are not of neighbouring inputs in order, inputs are to be permuted. One zero point for the whole
         matrix is exact. Zero points that differ become mins, -zero_point * scale rounded to float16. The error is at
         most 2**-11 of the min: with 4 bits, at most a 128th of the scale.
         """
-        matrix = self._matrices[name]
+        matrix = self._part(name, region)
+        in_order = bool((matrix.g_idx.diff() >= 0).all())
+        order = None if in_order else matrix.g_idx.argsort(stable=True)
+        group_size = matrix.group_size
+        if matrix.shape[1] < self.shape(name)[1]:  # its groups may begin or end outside
+            blocks = (matrix.g_idx if order is None else matrix.g_idx[order]).view(-1, QUANT_GROUP_SIZE)
+            if not (blocks == blocks[:, :1]).all():
+                return None
+            matrix, group_size = matrix.groups(blocks[:, 0]), QUANT_GROUP_SIZE
         scales, zero_points = matrix.scales.half(), matrix.zero_points
         if not torch.equal(scales.float(), matrix.scales.float()):
             return None
@@ -161,10 +185,21 @@ class PackedWeights:
             mins, zero_point = (zero_points.float() * -matrix.scales.T.float()).half(), 0
             if not mins.isfinite().all():
                 return None
-        in_order = torch.equal(matrix.g_idx, torch.arange(matrix.shape[1]) // matrix.group_size)
-        order = None if in_order else matrix.g_idx.argsort(stable=True)
-        layout, bits, group_size = self._config.method, self._config.bits, matrix.group_size
+        layout, bits = self._config.method, self._config.bits
         return QuantizedWeight(bits, matrix.qweight, scales.T, mins, zero_point, order, layout, group_size)
+
+    def _part(self, name: str, region: Region) -> _PackedMatrix:
+        """Return what `region` takes of the outputs and the inputs of a matrix. Groups keep their numbers."""
+        matrix, pack_factor = self._matrices[name], 32 // self._config.bits
+        if not region:
+            return matrix
+        outputs, inputs = region
+        if any(bound % pack_factor for side in region for bound in (side.start, side.stop)):
+            raise ModelError(
+                f"tensor {name.removesuffix('.weight')}.qweight: outputs {outputs.start} to {outputs.stop} and inputs "
+                f"{inputs.start} to {inputs.stop}, a rank's part, are no whole words of {pack_factor} quants"
+            )
+        return matrix.outputs(outputs.start, outputs.stop).inputs(inputs.start, inputs.stop)
 
     def _matrix(self, module: str) -> _PackedMatrix:
         qweight, qzeros, scales = (self._read(module + suffix) for suffix in _SUFFIXES[:3])

@@ -36,8 +36,11 @@ def release(mapped: Tensor) -> None:
 
 
 def _end(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()  # an expanded tensor has more bytes than it occupies
-    return min(tensor.data_ptr() + tensor.nbytes, storage.data_ptr() + storage.nbytes())
+    """Return the address behind the last number of a tensor, whose rows may lie apart, or be the same."""
+    if not tensor.numel():
+        return tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _madvise(start: int, size: int, advice: int) -> None:

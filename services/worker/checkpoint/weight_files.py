@@ -22,6 +22,7 @@ from services.worker.checkpoint.gptq_awq import PackedWeights, Shard
 from services.worker.checkpoint.model_folder import ModelFolder, WeightFormat, find_weights, ignored_index
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from shared.errors import ModelError
+from shared.gguf.tensor_data import Region
 
 logger = logging.getLogger(__name__)
 
@@ -103,28 +104,31 @@ class WeightFiles:
         shard = self._shards[name]
         return isinstance(shard, PackedWeights) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
 
-    def get_quantized(self, name: str) -> QuantizedWeight | StackedWeight | None:
-        """Return the matrix called `name` (outputs, inputs) with its quants, or None if matmuls cannot use them."""
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | StackedWeight | None:
+        """Return what `region` takes of the matrix called `name` (outputs, inputs) with its quants, or None if matmuls
+        cannot use them.
+        """
         shard = self._shards[name]
-        return shard.get_quantized(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
+        return shard.get_quantized(name, region) if isinstance(shard, GGUFWeights | PackedWeights) else None
 
-    def mapped(self, name: str) -> list[Tensor]:
-        """Return the parts of mapped files that the tensor called `name` is read from; none if it is in memory."""
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
+        """Return the parts of mapped files that `get` reads; none if the tensor is in memory."""
         with self._errors_named(name):
-            return self._shards[name].mapped(name)
+            return self._shards[name].mapped(name, region)
 
-    def rows(self, name: str) -> Rows:
-        """Return the tensor called `name`, or the matrix (outputs, inputs) that its rows are yet to be computed of."""
+    def dequantized_rows(self, name: str, region: Region = ()) -> Rows | None:
+        """Return what `region` takes of the matrix called `name` (outputs, inputs), whose rows are yet to be computed;
+        None if it is stored as floats.
+        """
         shard = self._shards.get(name)
-        rows = shard.dequantized_rows(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
-        return self.get(name) if rows is None else rows
+        return shard.dequantized_rows(name, region) if isinstance(shard, GGUFWeights | PackedWeights) else None
 
-    def get(self, name: str) -> Tensor:
-        """Return the tensor called `name`."""
+    def get(self, name: str, region: Region = ()) -> Tensor:
+        """Return what `region` takes of the tensor called `name`."""
         if name not in self._shards:
             raise ModelError(f"{self.paths[0].parent}: tensor {name} is missing")
         with self._errors_named(name):
-            return self._shards[name].get_tensor(name)
+            return self._shards[name].get_tensor(name, region)
 
     @contextmanager
     def _errors_named(self, name: str) -> Iterator[None]:
@@ -157,12 +161,12 @@ class _SafetensorsShard:
     def keys(self) -> list[str]:
         return list(self._file.keys())
 
-    def get_tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)[region]
         return tensor
 
-    def mapped(self, name: str) -> list[Tensor]:
-        return [self.get_tensor(name)]
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
+        return [self.get_tensor(name, region)]
 
 
 class _PickledShard:
@@ -180,11 +184,11 @@ class _PickledShard:
     def keys(self) -> list[str]:
         return list(self._tensors)
 
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
+    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
+        return self._tensors[name][region]
 
-    def mapped(self, name: str) -> list[Tensor]:
-        return [self._tensors[name]] if self._is_mapped else []
+    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
+        return [self._tensors[name][region]] if self._is_mapped else []
 
     def _load(self, path: Path) -> Any:
         def read(mmap: bool) -> Any:

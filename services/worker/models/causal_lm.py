@@ -9,7 +9,7 @@ from kernels.lora import LoraSegments
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The sizes that KV memory and the limits of requests depend on."""
+    """The sizes that KV memory and the limits of requests depend on; layers and heads are those of this rank."""
 
     architecture: str  # as in config.json
     vocab_size: int
@@ -39,9 +39,15 @@ class CausalLM(Protocol):
         """Compute what the model needs for positions below `length`. Call it before the first `forward`."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each layer."""
+        """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each layer.
+
+        All ranks that compute the model together call it with the same inputs.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned."""
+        """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned.
+
+        All ranks of the last stage call it, with the same hidden states, and get all logits. Others must not.
+        """
         ...

@@ -106,8 +106,8 @@ def _copy_directly(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _split(target: Tensor, source: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the pieces of both tensors that hold the same elements, of at most `size` bytes of the source."""
-    if source.ndim == 2 and not source.is_contiguous():
-        target, source = target.T, source.T  # transposed, most likely: its pieces lie side by side in the file
+    if source.ndim == 2 and source.stride(0) < source.stride(1):
+        target, source = target.T, source.T  # transposed: its pieces lie side by side in the file
     if source.nbytes <= size:
         if source.numel():
             yield target, source

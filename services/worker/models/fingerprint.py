@@ -1,7 +1,8 @@
 """`fingerprint`: identifies everything that decides which tokens a worker computes.
 
-That is weights, types, device, torch version and instruction set. Weights are identified by the sizes of their files
-and by samples of their content, since reading gigabytes at each start would take too long.
+That is weights, types, device, torch version, instruction set, and how many ranks share the model. Weights are
+identified by the sizes of their files and by samples of their content, since reading gigabytes at each start would take
+too long.
 """
 
 import hashlib
@@ -14,12 +15,19 @@ from kernels.load import version
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.quantization_config import SETTINGS_FILES
 from services.worker.models.precision import Precision
+from services.worker.parallel_config import ONE_RANK, ParallelConfig
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def fingerprint(
-    weights: str, precision: Precision, device: torch.device, *, code: str = "", batch_invariant: bool = False
+    weights: str,
+    precision: Precision,
+    device: torch.device,
+    parallel: ParallelConfig = ONE_RANK,
+    *,
+    code: str = "",
+    batch_invariant: bool = False,
 ) -> str:
     """Return 16 hexadecimal digits for the weights whose `weights_digest` is `weights`.
 
@@ -30,6 +38,8 @@ def fingerprint(
     cuda = device.type == "cuda"
     machine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
     kernels = version(device, batch_invariant=batch_invariant)
+    if parallel.world_size > 1:  # the order of sums follows from it
+        digest.update(f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} ranks".encode())
     digest.update(f"{tuple(precision)} {device.type} {machine} {kernels} {torch.__version__}{code}".encode())
     return digest.hexdigest()[:16]
 

@@ -34,6 +34,7 @@ from services.worker.models.registry import (
 from services.worker.models.sanity_check import refuse_if_not_finite
 from services.worker.models.spec import DecoderSpec, WeightNames
 from services.worker.models.tensor_map import TensorMap
+from services.worker.rank_group import RankGroup
 from shared.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, the types in which it computes and caches, and the digests that identify it."""
+    """A rank's part of a model on its device, the types in which it computes and caches, and the digests that identify
+    it.
+    """
 
     model: CausalLM
     precision: Precision
     fingerprint: str
     weights_digest: str
+    group: RankGroup  # that computes the model together, not yet connected
     adapters: Adapters | None = None  # None: it takes none
 
 
@@ -103,10 +107,11 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     if implementation.reason:
         line = "%s: %s is loaded by transformers' code instead of Quire's own"
         logger.warning(line, implementation.reason, implementation.architecture)
-    if match is None and config.batch_invariant:
-        raise ConfigError("--batch-invariant needs a family of Quire's own; `quire models` lists them")
-    if match is None and config.enable_lora:
-        raise ConfigError("--enable-lora needs a family of Quire's own; `quire models` lists them")
+    if match is None:
+        _refuse_what_only_families_have(config)
+    group = RankGroup(
+        config.parallel, device, config.rendezvous, config.scheduler_timeout, ordered=config.batch_invariant
+    )
     source = ModelSource(dtype, files.quantization if files else None, implementation.native)
     precision = _choose_precision(config, device, source, ops)
     code, adapters = "", None
@@ -114,10 +119,24 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
         model, code = _load_through_transformers(path, implementation, files, precision, device, ops)
     else:
         adapters = _room_for_adapters(match, config, precision, device, ops) if config.enable_lora else None
-        model = _load_native(match, files, precision, device, ops, adapters.stacks if adapters else {})
+        model = _load_native(match, files, precision, device, ops, adapters.stacks if adapters else {}, group)
     weights = weights_digest(folder, files.paths if files else [])
-    identity = fingerprint(weights, precision, device, code=code, batch_invariant=config.batch_invariant)
-    return LoadedModel(model, precision, identity, weights, adapters)
+    identity = fingerprint(
+        weights, precision, device, config.parallel, code=code, batch_invariant=config.batch_invariant
+    )
+    return LoadedModel(model, precision, identity, weights, group, adapters)
+
+
+def _refuse_what_only_families_have(config: WorkerConfig) -> None:
+    """Raise ConfigError naming a setting that transformers' code does not have."""
+    settings = {
+        "--batch-invariant": config.batch_invariant,
+        "--enable-lora": config.enable_lora,
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
+    }
+    if flag := next((flag for flag, is_set in settings.items() if is_set), None):
+        raise ConfigError(f"{flag} needs a family of Quire's own; `quire models` lists them")
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
@@ -141,7 +160,7 @@ def _room_for_adapters(
     match: FamilyMatch, config: WorkerConfig, precision: Precision, device: torch.device, ops: Ops
 ) -> Adapters:
     sizes = LoraSizes(config.max_loras, config.max_lora_rank, precision.lora_dtype)
-    return Adapters(find_targets(match.spec, match.names), sizes, ops, device)
+    return Adapters(find_targets(match.spec, match.names, config.parallel), sizes, ops, device)
 
 
 def _load_native(
@@ -151,13 +170,14 @@ def _load_native(
     device: torch.device,
     ops: Ops,
     lora: Mapping[str, LoraStack],
+    group: RankGroup,
 ) -> Decoder:
-    build = partial(Decoder, kv_dtype=precision.kv_dtype, lora=lora)
+    build = partial(Decoder, kv_dtype=precision.kv_dtype, lora=lora, group=group)
     if files is None or match.tensors is None:
-        return build(match.spec, RandomWeights(match.spec, precision, device), ops)
-    with load_weights(files, match.tensors, precision, device) as weights:
+        return build(match.spec, RandomWeights(match.spec, precision, device, group.parallel), ops)
+    with load_weights(files, match.tensors, precision, device, group.parallel) as weights:
         decoder = build(match.spec, weights, ops)
-    refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
+    refuse_if_not_finite(decoder, precision.kv_dtype, device, ops, has_logits=group.parallel.is_last_stage)
     return decoder
 
 

@@ -8,6 +8,8 @@ start.
 """
 
 import logging
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
@@ -22,8 +24,10 @@ from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_f
 from services.worker.models.decoder.layers import Weights
 from services.worker.models.device_copy import copy_to
 from services.worker.models.precision import Precision
+from services.worker.models.share import Share
 from services.worker.models.spec import DecoderSpec, parameter_shapes
-from services.worker.models.tensor_map import ParameterSource, TensorMap
+from services.worker.models.tensor_map import ParameterSource, Piece, TensorMap, concatenated_shape
+from services.worker.parallel_config import ONE_RANK, ParallelConfig
 from shared.errors import ModelError
 from shared.hub.progress import progress
 
@@ -39,13 +43,13 @@ class CheckpointWeights:
     def __init__(
         self,
         files: WeightFiles,
-        sources: Mapping[str, ParameterSource],
+        sources: Mapping[str, Sequence[Piece]],
         precision: Precision,
         device: torch.device,
         report: Callable[[int], object],
     ) -> None:
         self._files, self._sources = files, sources
-        self._precision, self.device = precision, device
+        self._precision, self.device, self.dtype = precision, device, precision.dtype
         self._copy = copy_to(device)
         self._report = report  # called with the size of each loaded parameter, in bytes as if it were not quantised
         self._pages = MappedPages(files, sources)
@@ -59,15 +63,14 @@ class CheckpointWeights:
         self._pages.proceed_to(name)
         return self._copied(self._sources[name])
 
-    def _copied(self, source: ParameterSource) -> Tensor:
+    def _copied(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the parameter on its device and in its type."""
-        rows = sum(tensor.shape[0] for tensor in source.tensors)
-        parameter = torch.empty((rows, *source.tensors[0].shape[1:]), dtype=self._precision.dtype, device=self.device)
-        targets = torch.split(parameter, [tensor.shape[0] for tensor in source.tensors])
+        rows = [piece.shape[0] for piece in pieces]
+        parameter = torch.empty((sum(rows), *pieces[0].shape[1:]), dtype=self.dtype, device=self.device)
         self._copy(
-            (target[first : first + len(rows)], rows)
-            for target, part in zip(targets, self._stored(source), strict=True)
-            for first, (rows,) in row_blocks([part])
+            (target[first : first + len(block)], block)
+            for target, part in zip(torch.split(parameter, rows), self._stored(pieces), strict=True)
+            for first, (block,) in row_blocks([part])
         )
         self._report(parameter.nbytes)
         return parameter
@@ -75,104 +78,115 @@ class CheckpointWeights:
     def load_matrix(self, name: str) -> Weight:
         """Return the matrix called `name`: with the checkpoint's quants, to be rounded to quants, or as floats."""
         self._pages.proceed_to(name)
-        source, precision = self._sources[name], self._precision
+        pieces, precision = self._sources[name], self._precision
         if precision.quantization in get_args(CheckpointQuantization):
-            stored = [self._files.get_quantized(tensor.name) for tensor in source.tensors]
+            stored = [self._files.get_quantized(piece.name, piece.region) for piece in pieces]
             matrix = stack([part for part in stored if part is not None]) if all(stored) else None
             if matrix is not None:
-                self._report(source.elements * precision.dtype.itemsize)
+                self._report(_elements(pieces) * self.dtype.itemsize)
                 return matrix.to(self.device)
-            self.dequantized += [tensor.name for tensor in source.tensors if self._files.is_quantized(tensor.name)]
+            self.dequantized += [piece.name for piece in pieces if self._files.is_quantized(piece.name)]
         if self.device.type != "cpu":
-            return self._copied(source)
-        self._report(source.elements * precision.dtype.itemsize)
-        return float_matrix(list(self._stored(source)), precision)
+            return self._copied(pieces)
+        self._report(_elements(pieces) * self.dtype.itemsize)
+        return float_matrix(list(self._stored(pieces)), precision)
 
-    def _stored(self, source: ParameterSource) -> Iterator[Rows]:
-        """Yield the parts of a parameter, as they are stored or to be dequantised."""
-        for tensor in source.tensors:
-            stored = self._files.rows(tensor.name)
-            if not isinstance(stored, Tensor):
-                yield stored
+    def _stored(self, pieces: Sequence[Piece]) -> Iterator[Rows]:
+        """Yield the pieces of a parameter, as they are stored or to be dequantised."""
+        for piece in pieces:
+            if (rows := self._files.dequantized_rows(piece.name, piece.region)) is not None:
+                yield rows
                 continue
-            if tensor.expert is not None:
-                stored = stored[tensor.expert]
-            yield stored.T if source.transposed else stored
+            stored = self._files.get(piece.name, piece.stored)
+            if stored.ndim > len(piece.region):  # one of a stack of experts
+                stored = stored[0]
+            yield stored.T if piece.transposed else stored
 
 
 class MappedPages:
     """The pages of mapped files that parameters are read from, in the order of `sources`."""
 
-    def __init__(self, files: WeightFiles, sources: Mapping[str, ParameterSource]) -> None:
+    def __init__(self, files: WeightFiles, sources: Mapping[str, Sequence[Piece]]) -> None:
         self._files, self._sources = files, sources
         self._next = iter(sources.values())
         self._ahead = 0  # bytes that were asked for and not yet used
-        self._current: list[Tensor] = []
+        self._current: Sequence[Piece] = ()
 
     def proceed_to(self, name: str) -> None:
         """Release the pages of the last parameter, and read ahead of this one."""
-        for mapped in self._current:
-            release(mapped)
-        self._current = self._mapped(self._sources[name])
-        self._ahead -= sum(mapped.nbytes for mapped in self._current)
+        for tensor in dict.fromkeys(piece.name for piece in self._current):
+            for mapped in self._files.mapped(tensor):  # all of it: the system may have mapped what lies beside a piece
+                release(mapped)
+        self._current = self._sources[name]
+        self._ahead -= sum(mapped.nbytes for mapped in self._mapped(self._current))
         while self._ahead < _READ_AHEAD and (source := next(self._next, None)):
             for mapped in self._mapped(source):
                 will_need(mapped)
                 self._ahead += mapped.nbytes
 
-    def _mapped(self, source: ParameterSource) -> list[Tensor]:
-        mapped: list[Tensor] = []
-        for tensor in source.tensors:
-            parts = self._files.mapped(tensor.name)
-            mapped += parts if tensor.expert is None else [part[tensor.expert] for part in parts]
-        return mapped
+    def _mapped(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [mapped for piece in pieces for mapped in self._files.mapped(piece.name, piece.stored)]
 
 
 class RandomWeights:
-    """Random parameters with a fixed seed, to measure an architecture without a checkpoint.
+    """Random parameters with fixed seeds, to measure an architecture without a checkpoint.
 
-    They are drawn on the device, so devices of different types get different numbers. On a CPU, where drawing billions
-    takes minutes, the rows of a matrix are windows of one row of numbers, each one number further than the last.
+    A parameter's seed is that of its name, and a rank has its part of the same numbers that one alone would have. They
+    are drawn on the device, so devices of different types get different numbers. On a CPU, where drawing billions takes
+    minutes, the rows of a matrix are windows of one row of numbers, each one number further than the last.
     """
 
-    def __init__(self, spec: DecoderSpec, precision: Precision, device: torch.device) -> None:
-        self._shapes = dict(parameter_shapes(spec))
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        precision: Precision,
+        device: torch.device,
+        parallel: ParallelConfig = ONE_RANK,
+    ) -> None:
+        share, parameters = Share(spec, parallel), dict(parameter_shapes(spec))
+        own = {name: (parameters[name], share.regions(parameters[name])) for name in share.parameters(parameters)}
+        self._parameters = {name: parameter for name, parameter in own.items() if parameter[1]}
         self._ones = spec.norm != "rms_plus_one"
-        self._precision, self.device = precision, device
+        self._precision, self.device, self.dtype = precision, device, precision.dtype
         is_meta = device.type == "meta"  # where nothing is drawn, and there are no generators
-        self._generator = None if is_meta else torch.Generator(device).manual_seed(0)
+        self._generator = None if is_meta else torch.Generator(device)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shapes
+        return name in self._parameters
 
     def load(self, name: str) -> Tensor:
-        values = self._draw(*self._shape(name))
+        parts, regions = self._parameters[name]
+        values = self._draw(name, *concatenated_shape(parts))
         if self._ones and name.endswith("norm.weight"):
             values = values + 1
-        return values.to(self._precision.dtype)
+        return torch.cat([values[region].to(self.dtype) for region in regions])
 
     def load_matrix(self, name: str) -> Weight:
         if self.device.type != "cpu":
             return self.load(name)
-        outputs, inputs = self._shape(name)
-        return float_matrix([self._draw(outputs + inputs - 1).unfold(0, inputs, 1)], self._precision)
+        parts, regions = self._parameters[name]
+        outputs, inputs = concatenated_shape(parts)
+        values = self._draw(name, outputs + inputs - 1).unfold(0, inputs, 1)
+        return float_matrix([values[region] for region in regions], self._precision)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        parts = self._shapes[name]
-        return (sum(part[0] for part in parts), *parts[0][1:])
-
-    def _draw(self, *shape: int) -> Tensor:
+    def _draw(self, name: str, *shape: int) -> Tensor:
+        if self._generator:
+            self._generator.manual_seed(zlib.crc32(name.encode()))
         return torch.randn(shape, generator=self._generator, device=self.device).mul_(0.02)
 
 
 @contextmanager
 def load_weights(
-    files: WeightFiles, tensors: TensorMap, precision: Precision, device: torch.device
+    files: WeightFiles,
+    tensors: TensorMap,
+    precision: Precision,
+    device: torch.device,
+    parallel: ParallelConfig = ONE_RANK,
 ) -> Iterator[Weights]:
-    """Yield the parameters of a model, to be loaded within the block.
+    """Yield what a rank has of the parameters of a model, to be loaded within the block.
 
     They include a head if it differs from the embedding, even if the config says that it is tied. Raise ModelError
-    naming a tensor of the wrong shape or type before any is loaded.
+    naming a tensor of the wrong shape or type before any is loaded, whichever rank has it.
     """
     tensors = _untied_if_heads_differ(files, tensors)
     for source in tensors.sources.values():
@@ -180,9 +194,14 @@ def load_weights(
     if others := tensors.unused():
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
-    elements = sum(source.elements for source in tensors.sources.values())
+    share = Share(tensors.spec, parallel)
+    sources = {name: tensors.sources[name].pieces(share) for name in share.parameters(tensors.sources)}
+    sources = {name: pieces for name, pieces in sources.items() if pieces}
+    for name, pieces in sources.items():
+        _refuse_broken_groups(files, tensors.sources[name], pieces, precision)
+    elements = sum(map(_elements, sources.values()))
     with progress("loading weights", elements * precision.dtype.itemsize) as report:
-        weights = CheckpointWeights(files, tensors.sources, precision, device, report)
+        weights = CheckpointWeights(files, sources, precision, device, report)
         yield weights
     if names := weights.dequantized:
         reason = "matmuls take Q4_0, Q4_1, Q8_0, and groups of 32 inputs, the same in all parts of one matrix"
@@ -198,12 +217,34 @@ def float_matrix(parts: Sequence[Rows], precision: Precision) -> FloatWeight | R
     return RoundedWeight(8 if precision.quantization == "int8" else 4, parts)
 
 
+def _elements(pieces: Sequence[Piece]) -> int:
+    return sum(math.prod(piece.shape) for piece in pieces)
+
+
 def _check(files: WeightFiles, source: ParameterSource) -> None:
     for tensor in source.tensors:
         expected, stored = source.stored_shape(tensor), files.shape(tensor.name)
         if stored != expected:
             raise ModelError(f"tensor {tensor.name} has shape {list(stored)}, and config.json says {list(expected)}")
         check_float(tensor.name, files.dtype(tensor.name))
+
+
+def _refuse_broken_groups(
+    files: WeightFiles, source: ParameterSource, pieces: Sequence[Piece], precision: Precision
+) -> None:
+    """Raise ModelError naming a matrix that is, or will be, quantised in groups of inputs that a rank does not have
+    whole.
+    """
+    if not precision.quantization or len(pieces[0].shape) == 1:
+        return
+    whole, own = source.tensors[0].shape[1], pieces[0].shape[1]
+    for tensor in source.tensors:
+        is_quantized = precision.quantization in ("int8", "int4") or files.is_quantized(tensor.name)
+        if is_quantized and own % QUANT_GROUP_SIZE and whole % QUANT_GROUP_SIZE == 0:
+            raise ModelError(
+                f"tensor {tensor.name}: a rank's {own} of {whole} inputs are not whole groups of {QUANT_GROUP_SIZE}, "
+                f"which have a scale each with {precision.name}"
+            )
 
 
 def _untied_if_heads_differ(files: WeightFiles, tensors: TensorMap) -> TensorMap:

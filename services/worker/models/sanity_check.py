@@ -31,13 +31,18 @@ def sanity_check_tokens(vocab_size: int) -> list[int]:
     return [(7 + 31 * index) % vocab_size for index in range(_LENGTH)]
 
 
-def refuse_if_not_finite(model: CausalLM, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
-    """Raise ModelError unless `model` gives finite logits for a few tokens."""
+def refuse_if_not_finite(
+    model: CausalLM, dtype: torch.dtype, device: torch.device, ops: Ops, *, has_logits: bool = True
+) -> None:
+    """Raise ModelError unless `model` gives finite logits for a few tokens, or hidden states if it is a stage that has
+    no output layer. A rank's part of a model is checked as if the other ranks had nothing to add.
+    """
     length = min(_LENGTH_OF_FINITE, model.shape.max_positions)
     model.prepare_positions(length + 1)
     with torch.inference_mode():
         tokens = sanity_check_tokens(model.shape.vocab_size)[:length]
-        check_finite(_CheckedSequence(model, tokens, dtype, device, ops).logits([length]), dtype)
+        sequence = _CheckedSequence(model, tokens, dtype, device, ops)
+        check_finite(sequence.logits([length]) if has_logits else sequence.hidden([length]), dtype)
 
 
 def check_finite(logits: Tensor, dtype: torch.dtype) -> None:
@@ -74,13 +79,17 @@ class _CheckedSequence:
         self._tables = torch.stack((tables[0], tables[1].flip(0)))
 
     def logits(self, pieces: Sequence[int]) -> Tensor:
-        """Return the sequence's logits (T, V), computed in `pieces`. The neighbour has the same tokens in reverse."""
+        """Return the sequence's logits (T, V), computed in `pieces`."""
+        hidden = torch.split(self.hidden(pieces), list(pieces))
+        return torch.cat([self._model.logits(piece) for piece in hidden])
+
+    def hidden(self, pieces: Sequence[int]) -> Tensor:
+        """Return its hidden states (T, H), computed in `pieces`. The neighbour has the same tokens in reverse."""
         self._storage.zero_()
-        logits = []
+        hidden = []
         for start, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
-            hidden = self._model.forward(self._inputs(start, end), self._caches)
-            logits.append(self._model.logits(hidden[end - start :]))
-        return torch.cat(logits)
+            hidden.append(self._model.forward(self._inputs(start, end), self._caches)[end - start :])
+        return torch.cat(hidden)
 
     def _inputs(self, start: int, end: int) -> Inputs:
         count, device = end - start, self._tokens.device

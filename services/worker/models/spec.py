@@ -1,11 +1,12 @@
 """`DecoderSpec`: everything that tells one decoder from another, as plain values.
 
 A family makes one from a checkpoint's config.json; the decoder, the loader and the KV cache are built from it alone.
-The names of parameters are Quire's own; a family's `WeightNames` says which tensors of a checkpoint they come from.
+`parameter_shapes` lists the parameters and how ranks divide them; share.py says what each rank gets. The names of
+parameters are Quire's own; a family's `WeightNames` says which tensors of a checkpoint they come from.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct, field
 
@@ -137,12 +138,24 @@ class Family(Struct, frozen=True):
     names: WeightNames
 
 
-PartShapes = list[tuple[int, ...]]
-"""The shapes of the parts that are concatenated along the first dimension to make a parameter, in order."""
+Divided = Literal["whole", "outputs", "inputs", "vocabulary", "first"]
+"""How tensor parallel ranks divide a tensor: each has all of it; some outputs; some inputs, so that the sum over all
+ranks is the result; some rows of the vocabulary; or the first rank has it, which adds it to such a sum."""
 
 
-def parameter_shapes(spec: DecoderSpec) -> Iterator[tuple[str, PartShapes]]:
-    """Yield (name, shapes of its parts) for each parameter of the model.
+class Part(NamedTuple):
+    """One of the tensors that are concatenated along the first dimension to make a parameter."""
+
+    shape: tuple[int, ...]  # of a matrix: outputs, inputs
+    divided: Divided = "whole"
+    units: int = 1  # equal pieces of the divided dimension that stay whole, such as heads
+
+
+Parts = list[Part]
+
+
+def parameter_shapes(spec: DecoderSpec) -> Iterator[tuple[str, Parts]]:
+    """Yield (name, its parts in order) for each parameter of the model, before it is divided among ranks.
 
     This is an iterator since a wrong config.json may ask for any number of them.
     """
@@ -151,69 +164,74 @@ def parameter_shapes(spec: DecoderSpec) -> Iterator[tuple[str, PartShapes]]:
         yield from ((f"layers.{index}.{name}", parts) for name, parts in _layer(spec, layer))
 
 
-def _ends(spec: DecoderSpec) -> dict[str, PartShapes]:
+def _ends(spec: DecoderSpec) -> dict[str, Parts]:
     """Return the parameters before and after the layers."""
     hidden, embed = spec.hidden_size, spec.embedding_size
-    shapes: dict[str, PartShapes] = {"embedding.weight": [(spec.vocab_size, embed)]}
+    table = Part((spec.vocab_size, embed), "vocabulary")
+    parts: dict[str, Parts] = {"embedding.weight": [table]}
     if spec.position_offset is not None:
-        shapes["positions.weight"] = [(spec.max_positions + spec.position_offset, hidden)]
+        parts["positions.weight"] = [Part((spec.max_positions + spec.position_offset, hidden))]
     if embed != hidden:
-        shapes |= {"project_in.weight": [(hidden, embed)], "project_out.weight": [(embed, hidden)]}
+        parts |= {"project_in.weight": [Part((hidden, embed))], "project_out.weight": [Part((embed, hidden))]}
     if spec.final_norm:
-        shapes |= _norm("final_norm", hidden, spec)
+        parts |= _norm("final_norm", hidden, spec)
     if not spec.tied:
-        shapes["head.weight"] = [(spec.vocab_size, embed)]
-    return shapes
+        parts["head.weight"] = [table]
+    return parts
 
 
-def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, PartShapes]]:
+def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Parts]]:
     yield from _attention(spec).items()
     if layer.experts is None:
-        yield from _feed_forward(spec).items()
+        yield from _feed_forward(spec, "", spec.intermediate_size, bias=spec.mlp_bias).items()
     else:
         yield from _experts(spec, layer.experts)
 
 
-def _attention(spec: DecoderSpec) -> dict[str, PartShapes]:
+def _attention(spec: DecoderSpec) -> dict[str, Parts]:
     hidden, dim = spec.hidden_size, spec.head_dim
-    q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
-    shapes = {
+    parts = {
         **_norm("attention_norm", hidden, spec),
-        **_linear("qkv", hidden, [q_size, kv_size, kv_size], spec.qkv_bias),
-        **_linear("out", q_size, [hidden], spec.out_bias),
+        **_by_outputs("qkv", hidden, dim, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], spec.qkv_bias),
+        **_by_inputs("out", spec.num_heads, dim, hidden, spec.out_bias),
         **_norm("mlp_norm", hidden, spec),
     }
     if spec.qk_norm:
-        shapes |= _norm("q_norm", dim, spec) | _norm("k_norm", dim, spec)
+        parts |= _norm("q_norm", dim, spec) | _norm("k_norm", dim, spec)
     if spec.post_norms:
-        shapes |= _norm("attention_post_norm", hidden, spec) | _norm("mlp_post_norm", hidden, spec)
-    return shapes
+        parts |= _norm("attention_post_norm", hidden, spec) | _norm("mlp_post_norm", hidden, spec)
+    return parts
 
 
-def _feed_forward(spec: DecoderSpec) -> dict[str, PartShapes]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    return _linear("up", hidden, _up(inner, spec), spec.mlp_bias) | _linear("down", inner, [hidden], spec.mlp_bias)
+def _feed_forward(spec: DecoderSpec, prefix: str, inner: int, *, bias: bool) -> dict[str, Parts]:
+    hidden = spec.hidden_size
+    up = [inner, inner] if spec.activation.endswith("_and_mul") else [inner]
+    return _by_outputs(f"{prefix}up", hidden, 1, up, bias) | _by_inputs(f"{prefix}down", inner, 1, hidden, bias)
 
 
-def _experts(spec: DecoderSpec, experts: Experts) -> Iterator[tuple[str, PartShapes]]:
-    hidden, inner = spec.hidden_size, experts.intermediate_size
-    yield from _linear("router", hidden, [experts.count], bias=False).items()
+def _experts(spec: DecoderSpec, experts: Experts) -> Iterator[tuple[str, Parts]]:
+    """Yield the parameters of a mixture. Ranks have a slice of each expert, so they route alike."""
+    yield "router.weight", [Part((experts.count, spec.hidden_size))]
     for expert in range(experts.count):
-        yield from _linear(f"experts.{expert}.up", hidden, _up(inner, spec), bias=False).items()
-        yield from _linear(f"experts.{expert}.down", inner, [hidden], bias=False).items()
+        yield from _feed_forward(spec, f"experts.{expert}.", experts.intermediate_size, bias=False).items()
 
 
-def _up(inner: int, spec: DecoderSpec) -> list[int]:
-    return [inner, inner] if spec.activation.endswith("_and_mul") else [inner]
-
-
-def _norm(name: str, width: int, spec: DecoderSpec) -> dict[str, PartShapes]:
+def _norm(name: str, width: int, spec: DecoderSpec) -> dict[str, Parts]:
     vectors = ("weight", "bias") if spec.norm == "layer" else ("weight",)
-    return {f"{name}.{vector}": [(width,)] for vector in vectors}
+    return {f"{name}.{vector}": [Part((width,))] for vector in vectors}
 
 
-def _linear(name: str, inputs: int, outputs: list[int], bias: bool) -> dict[str, PartShapes]:
-    shapes: dict[str, PartShapes] = {f"{name}.weight": [(out, inputs) for out in outputs]}
+def _by_outputs(name: str, inputs: int, size: int, units: list[int], bias: bool) -> dict[str, Parts]:
+    """Return a linear layer whose parts have some units of outputs each, of one size. Ranks divide the units."""
+    parts = {f"{name}.weight": [Part((count * size, inputs), "outputs", count) for count in units]}
     if bias:
-        shapes[f"{name}.bias"] = [(out,) for out in outputs]
-    return shapes
+        parts[f"{name}.bias"] = [Part((count * size,), "outputs", count) for count in units]
+    return parts
+
+
+def _by_inputs(name: str, units: int, size: int, outputs: int, bias: bool) -> dict[str, Parts]:
+    """Return a linear layer of some units of inputs, of one size. Ranks divide the units."""
+    parts = {f"{name}.weight": [Part((outputs, units * size), "inputs", units)]}
+    if bias:
+        parts[f"{name}.bias"] = [Part((outputs,), "first")]
+    return parts

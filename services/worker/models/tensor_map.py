@@ -14,19 +14,38 @@ from msgspec.structs import replace
 
 from services.worker.checkpoint.config_json import UnsupportedByFamily
 from services.worker.checkpoint.weight_files import WeightFiles
-from services.worker.models.spec import DecoderSpec, WeightNames, parameter_shapes
+from services.worker.models.share import Share
+from services.worker.models.spec import DecoderSpec, Parts, WeightNames, parameter_shapes
 from shared.errors import ModelError
+from shared.gguf.tensor_data import Region
 
 _MAX_MISSING = 1000  # stop here: with a wrong number of layers or experts, millions may be missing
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of the checkpoint, or one expert's part of it, and its shape in the layout of our parameters."""
+    """A tensor of the checkpoint, or one expert's part of it, and its parts in the layout of our parameters."""
 
     name: str
-    shape: tuple[int, ...]
+    parts: Parts
     expert: int | None = None  # its index, if the tensor holds all experts of a layer
     experts: int = 0  # the number of experts in that tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return concatenated_shape(self.parts)
+
+
+class Piece(NamedTuple):
+    """What a rank has of a tensor of the checkpoint."""
+
+    name: str
+    region: Region  # in the layout of our parameters
+    stored: Region  # the same, in the tensor as it is stored, which may be a stack of experts
+    transposed: bool  # the checkpoint has the transpose
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(side.stop - side.start for side in self.region)
 
 
 @dataclass(frozen=True)
@@ -36,15 +55,20 @@ class ParameterSource:
     tensors: list[SourceTensor]
     transposed: bool = False  # the checkpoint has their transposes
 
-    @property
-    def elements(self) -> int:
-        """The number of elements of the parameter."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+    def pieces(self, share: Share) -> list[Piece]:
+        """Return what a rank has of the tensors, in order."""
+        return [self._piece(tensor, region) for tensor in self.tensors for region in share.regions(tensor.parts)]
 
     def stored_shape(self, tensor: SourceTensor) -> tuple[int, ...]:
         """Return the shape that the checkpoint must have for `tensor`."""
         shape = tensor.shape[::-1] if self.transposed else tensor.shape
         return shape if tensor.expert is None else (tensor.experts, *shape)
+
+    def _piece(self, tensor: SourceTensor, region: Region) -> Piece:
+        stored = region[::-1] if self.transposed else region
+        if tensor.expert is not None:
+            stored = (slice(tensor.expert, tensor.expert + 1), *stored)
+        return Piece(tensor.name, region, stored, self.transposed)
 
 
 class TensorMap:
@@ -55,18 +79,19 @@ class TensorMap:
     """
 
     def __init__(self, files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> None:
-        self._files, self._spec, self._family = files, spec, names
+        self.spec = spec
+        self._files, self._family = files, names
         self._names = _TensorNames(files.names, names, tied=spec.tied)
         self.sources: Mapping[str, ParameterSource] = self._find_sources()
 
     def separate_head(self) -> tuple[str, str] | None:
         """Return the names (head, embedding) if the model is tied but the checkpoint has both tensors; else None."""
         head, embedding = self._names.find(self._names.head), self._names.find(self._names.embedding)
-        return (head, embedding) if self._spec.tied and self._names.head in self._names and head != embedding else None
+        return (head, embedding) if self.spec.tied and self._names.head in self._names and head != embedding else None
 
     def untied(self) -> "TensorMap":
         """Return the map of the same model, not tied."""
-        return TensorMap(self._files, replace(self._spec, tied=False), self._family)
+        return TensorMap(self._files, replace(self.spec, tied=False), self._family)
 
     def unused(self) -> list[str]:
         """Return the tensors that the model does not use, except a head that is a copy of the embedding."""
@@ -105,36 +130,40 @@ class TensorMap:
 
     def _list_sources(self) -> Iterator[tuple[str, ParameterSource]]:
         """Yield each parameter and its source. Sources of missing tensors have the names that those would have."""
-        for parameter, shapes in parameter_shapes(self._spec):
+        for parameter, parts in parameter_shapes(self.spec):
             module, kind = parameter.rsplit(".", 1)
             modules, transposed = checkpoint_modules(module, self._family)
-            if len(modules) == 1:  # the checkpoint stores them concatenated
-                shapes = [concatenated_shape(shapes)]
             names = [f"{name}.{kind}" for name in modules]
-            if stack := self._stack_of_experts(module, names, shapes):
+            if stack := self._stack_of_experts(module, names, parts):
                 yield parameter, ParameterSource([stack])
                 continue
-            tensors = [SourceTensor(self._names.find(name), shape) for name, shape in zip(names, shapes, strict=True)]
+            stored = parts_of_modules(parts, len(modules))
+            tensors = [SourceTensor(self._names.find(name), own) for name, own in zip(names, stored, strict=True)]
             transposed = transposed and kind == "weight" and not self._files.outputs_first(tensors[0].name)
             yield parameter, ParameterSource(tensors, transposed)
 
-    def _stack_of_experts(self, module: str, names: list[str], shapes: list[tuple[int, ...]]) -> SourceTensor | None:
+    def _stack_of_experts(self, module: str, names: list[str], parts: Parts) -> SourceTensor | None:
         """Return an expert's part of the tensor with all experts of its layer; None if there is no such tensor."""
         stacks = self._family.stacked_experts
         match module.split("."):
             case ["layers", layer, "experts", number, part] if f"experts.{part}" in stacks:
                 stack = self._family.layer.format(layer) + stacks[f"experts.{part}"]
-                experts = self._spec.layers[int(layer)].experts
+                experts = self.spec.layers[int(layer)].experts
                 if experts is None or not self._names.is_stacked(stack, names):
                     return None
-                return SourceTensor(self._names.find(stack), concatenated_shape(shapes), int(number), experts.count)
+                return SourceTensor(self._names.find(stack), parts, int(number), experts.count)
             case _:
                 return None
 
 
-def concatenated_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+def concatenated_shape(parts: Parts) -> tuple[int, ...]:
     """Return the shape of the parts of a parameter, concatenated."""
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+
+def parts_of_modules(parts: Parts, modules: int) -> list[Parts]:
+    """Return the parts of a parameter that each of the checkpoint's modules for it has: one each, or one has all."""
+    return [parts] if modules == 1 else [[part] for part in parts]
 
 
 def checkpoint_modules(module: str, names: WeightNames) -> tuple[tuple[str, ...], bool]:

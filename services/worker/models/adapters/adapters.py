@@ -26,17 +26,18 @@ class LoraSizes(NamedTuple):
 
 
 class Adapters:
-    """The adapters of one model. `stacks` has the slots of each of its linear operations."""
+    """The adapters of one model. `stacks` has the slots of each of its linear operations.
+
+    A rank has its part of each adapter, as `targets` says.
+    """
 
     def __init__(self, targets: LoraTargets, sizes: LoraSizes, ops: Ops, device: torch.device) -> None:
         self._targets, self._sizes, self._ops = targets, sizes, ops
         rank = padded_rank(sizes.max_rank)
-        self.stacks: dict[str, LoraStack] = {
-            operation: ops.new_lora(
-                sizes.slots, rank, parts[0].inputs, tuple(part.outputs for part in parts), sizes.dtype, device
-            )
-            for operation, parts in targets.operations.items()
-        }
+        self.stacks: dict[str, LoraStack] = {}
+        for operation, members in targets.operations.items():
+            outputs, (inputs, *_) = zip(*map(targets.sizes, members), strict=True)
+            self.stacks[operation] = ops.new_lora(sizes.slots, rank, inputs, outputs, sizes.dtype, device)
         self._in_memory: dict[int, dict[str, LoraWeights]] = {}  # by operation, those that the adapter changes
 
     @torch.inference_mode()  # tensors that were saved as parameters would want gradients

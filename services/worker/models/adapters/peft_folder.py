@@ -24,23 +24,26 @@ class PeftAdapter(NamedTuple):
     """An adapter as its folder has it."""
 
     digest: str  # of its files
-    parts: dict[LoraTarget, LoraPart]  # A and B of each module that it changes
+    parts: dict[LoraTarget, LoraPart]  # what this rank has of A and B of each module that it changes
 
 
 def read_adapter(folder: Path, targets: LoraTargets, max_rank: int, dtype: torch.dtype) -> PeftAdapter:
     """Read the adapter in `folder`, for weights of `dtype`.
 
-    Raise ModelError naming the field or tensor that does not fit the model.
+    Raise ModelError naming the field or tensor that does not fit the model, on every rank alike: each reads all of it,
+    and keeps its part.
     """
     content = _read(folder / CONFIG_FILE)
     config = read_config(content)
     weights = _weights_file(folder)
     shard, parts = open_shard(weights), {}
     for module in _modules(shard.keys(), config, targets):
-        part = parts[targets.modules[module.short]] = _read_part(shard, module, config, targets, max_rank)
+        target, part = targets.modules[module.short], _read_part(shard, module, config, targets, max_rank)
         for suffix, matrix in zip((A_SUFFIX, B_SUFFIX), part, strict=True):
             if not matrix.to(dtype).isfinite().all():  # the factor, or the type, may be too much for a finite number
                 raise ModelError(f"tensor {module.tensor(suffix)} has numbers that are not finite as {dtype}")
+        if targets.is_own(target):
+            parts[target] = targets.own(target, part)
     return PeftAdapter(_digest(content, weights), parts)
 
 

@@ -11,6 +11,7 @@ from kernels.layout import has_scales
 from kernels.ops import Ops
 from services.worker.models.decoder.layers import ForwardContext, Linear, Norm, Weights
 from services.worker.models.spec import DecoderSpec, LayerSpec, Rope
+from services.worker.rank_group import RankGroup
 
 
 class Attention:
@@ -20,13 +21,21 @@ class Attention:
     """
 
     def __init__(
-        self, weights: Weights, prefix: str, layer: LayerSpec, spec: DecoderSpec, ops: Ops, *, kv_dtype: torch.dtype
+        self,
+        weights: Weights,
+        prefix: str,
+        layer: LayerSpec,
+        spec: DecoderSpec,
+        ops: Ops,
+        group: RankGroup,
+        *,
+        kv_dtype: torch.dtype,
     ) -> None:
         self.layer, self._spec, self._ops = layer, spec, ops
         self.qkv = Linear(weights, f"{prefix}qkv", ops)
         self.q_norm = Norm(weights, f"{prefix}q_norm", spec, ops) if spec.qk_norm else None
         self.k_norm = Norm(weights, f"{prefix}k_norm", spec, ops) if spec.qk_norm else None
-        self.out = Linear(weights, f"{prefix}out", ops)
+        self.out = Linear(weights, f"{prefix}out", ops, group)
         self.kv_bias = KVBias()
         if has_scales(kv_dtype) and self.qkv.bias is not None:
             self.qkv.bias, self.kv_bias = _split_bias(self.qkv.bias, layer, spec)

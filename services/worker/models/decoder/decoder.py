@@ -17,7 +17,11 @@ from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.models.decoder.attention import Attention, RotaryTables
 from services.worker.models.decoder.feed_forward import FeedForward, MixtureOfExperts
 from services.worker.models.decoder.layers import ForwardContext, Linear, Norm, Weights
-from services.worker.models.spec import DecoderSpec
+from services.worker.models.decoder.token_table import TokenTable
+from services.worker.models.share import Share
+from services.worker.models.spec import DecoderSpec, LayerSpec
+from services.worker.parallel_config import ONE_RANK
+from services.worker.rank_group import RankGroup
 
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -40,7 +44,11 @@ class Layer(NamedTuple):
 
 
 class Decoder:
-    """A model's weights and its forward pass."""
+    """A rank's part of a model's weights, and its forward pass.
+
+    All ranks of `group` compute it together, each at the same time with the same inputs. `spec`, and so `shape`, is
+    what this rank has of the whole model's: the layers of its stage, and as many heads.
+    """
 
     def __init__(
         self,
@@ -50,25 +58,34 @@ class Decoder:
         *,
         kv_dtype: torch.dtype = torch.float32,
         lora: Mapping[str, LoraStack] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        """`kv_dtype` is the type of the caches that `forward` will get. `lora` has the adapters' slots by operation."""
-        self.spec = spec
+        """`spec` is the whole model's; `weights` and `lora`, the adapters' slots by operation, are this rank's.
+
+        `kv_dtype` is the type of the caches that `forward` will get. `group` may be connected later.
+        """
+        self._group = group or RankGroup(ONE_RANK, weights.device)
+        share = Share(spec, self._group.parallel)
+        self.spec = spec = share.spec
         self._ops = ops
         self._device = weights.device
-        self._embedding = ops.pack_linear(weights.load_matrix("embedding.weight"))
-        has_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
-        self._head = ops.pack_linear(weights.load_matrix("head.weight")) if has_head else self._embedding
-        self._positions = weights.load("positions.weight") if spec.position_offset is not None else None
-        projected = spec.embedding_size != spec.hidden_size
-        self._project_in = Linear(weights, "project_in", ops) if projected else None
-        self._project_out = Linear(weights, "project_out", ops) if projected else None
-        self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
-        self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
-        for index, layer in enumerate(self._layers):
+        self._embedding = self._table("embedding", weights, share)
+        # A checkpoint may have a head although its config says that it is tied.
+        self._head = self._table("head", weights, share) or self._embedding
+        self._positions = weights.load("positions.weight") if "positions.weight" in weights else None
+        self._project_in = Linear(weights, "project_in", ops) if "project_in.weight" in weights else None
+        self._project_out = Linear(weights, "project_out", ops) if "project_out.weight" in weights else None
+        self._final_norm = Norm(weights, "final_norm", spec, ops) if "final_norm.weight" in weights else None
+        self._layers = []
+        for index, layer_spec in zip(share.layers, spec.layers, strict=True):
+            layer = _layer(weights, index, layer_spec, spec, ops, self._group, kv_dtype)
             for name, linear in layer.linears.items():
                 linear.lora = (lora or {}).get(f"layers.{index}.{name}")
+            self._layers.append(layer)
         packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
         self._rotary = RotaryTables(spec.layers, ops, packed=packed)
+        # The type of what the stage before sends; None: there is none.
+        self._received = None if self._group.parallel.is_first_stage else _activations_dtype(weights, ops)
         self.fused_layers = self._fuse_layers()
 
     @property
@@ -80,10 +97,52 @@ class Decoder:
         self._rotary.build(length, self._device)
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
-        """Return the hidden states (T, H) of all tokens, before the last norm. Keys and values go to `caches`."""
+        """Return the hidden states (T, H) of all tokens behind this rank's layers, and before the last norm. Keys and
+        values go to `caches`.
+
+        They come from the stage before and go to the one behind, if there are such.
+        """
+        if self._received:
+            x = self._group.receive((len(inputs.tokens), self.spec.hidden_size), self._received)
+        else:
+            x = self._embed(inputs)
+        x = self._compute_layers(x, inputs, caches)
+        if not self._group.parallel.is_last_stage:
+            self._group.send(x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned. Only the last stage can."""
+        if self._head is None or not self._group.parallel.is_last_stage:
+            raise RuntimeError("only the last stage has an output layer")
+        if self._final_norm:
+            hidden = self._final_norm(hidden)
+        if self._project_out:
+            hidden = self._project_out(hidden)
+        logits = self._head.logits(hidden)
+        cap = self.spec.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _table(self, module: str, weights: Weights, share: Share) -> TokenTable | None:
+        name = f"{module}.weight"
+        return TokenTable(weights, name, share, self._group, self._ops) if name in weights else None
+
+    def _embed(self, inputs: Inputs) -> Tensor:
+        assert self._embedding, "the first stage has the embedding"
+        x = self._embedding.embed(inputs.tokens)
+        if self.spec.embedding_scale != 1:
+            # The scale is rounded to x's type first, as transformers does by multiplying with a tensor.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
+        if self._project_in:
+            x = self._project_in(x)
+        if self._positions is not None:
+            x = x + self._ops.embedding(inputs.positions + (self.spec.position_offset or 0), self._positions)
+        return x
+
+    def _compute_layers(self, x: Tensor, inputs: Inputs, caches: Caches) -> Tensor:
         if self.fused_layers:
             return self.fused_layers(
-                self._embed(inputs),
+                x,
                 caches,
                 inputs.slot_mapping,
                 inputs.attention,
@@ -93,29 +152,7 @@ class Decoder:
                 inputs.lora,
             )
         context = ForwardContext(inputs, self._rotary.cos_sin, self._rotary.angles)
-        layers = self._norm_first if self.spec.norm_first else self._norm_last
-        return layers(self._embed(inputs), context, caches)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned."""
-        if self._final_norm:
-            hidden = self._final_norm(hidden)
-        if self._project_out:
-            hidden = self._project_out(hidden)
-        logits = self._ops.logits(hidden, self._head)
-        cap = self.spec.logit_softcap
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
-
-    def _embed(self, inputs: Inputs) -> Tensor:
-        x = self._ops.embedding(inputs.tokens, self._embedding)
-        if self.spec.embedding_scale != 1:
-            # The scale is rounded to x's type first, as transformers does by multiplying with a tensor.
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
-        if self._project_in:
-            x = self._project_in(x)
-        if self._positions is not None:
-            x = x + self._ops.embedding(inputs.positions + (self.spec.position_offset or 0), self._positions)
-        return x
+        return self._norm_first(x, context, caches) if self.spec.norm_first else self._norm_last(x, context, caches)
 
     def _norm_first(self, residual: Tensor, context: ForwardContext, caches: Caches) -> Tensor:
         """Compute x + f(norm(x)), twice a layer.
@@ -142,8 +179,13 @@ class Decoder:
         return x
 
     def _fuse_layers(self) -> Callable[..., Tensor] | None:
-        """Return one operation that computes all layers, or None if the kernels have none for such layers."""
+        """Return one operation that computes all layers, or None if the kernels have none for such layers.
+
+        None has tensor parallel ranks, which add up what they have twice a layer.
+        """
         spec, ropes = self.spec, self._rotary.ropes
+        if self._group.parallel.tensor_parallel_size > 1:
+            return None
         if not spec.norm_first or spec.norm == "layer" or spec.num_layers == 0:
             return None
         parts = []
@@ -185,16 +227,29 @@ def _weight(norm: Norm | None) -> Tensor | None:
     return norm.weight if norm else None
 
 
-def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops, kv_dtype: torch.dtype) -> Layer:
-    prefix, layer = f"layers.{index}.", spec.layers[index]
-    experts = layer.experts
+def _activations_dtype(weights: Weights, ops: Ops) -> torch.dtype:
+    """Return the type of activations: that of embedded tokens, also in stages without an embedding."""
+    table = torch.zeros(1, 1, dtype=weights.dtype, device=weights.device)
+    return ops.embedding(torch.zeros(1, dtype=torch.int64, device=weights.device), table).dtype
+
+
+def _layer(
+    weights: Weights,
+    index: int,
+    layer: LayerSpec,
+    spec: DecoderSpec,
+    ops: Ops,
+    group: RankGroup,
+    kv_dtype: torch.dtype,
+) -> Layer:
+    prefix = f"layers.{index}."
     return Layer(
         attention_norm=Norm(weights, f"{prefix}attention_norm", spec, ops),
-        attention=Attention(weights, prefix, layer, spec, ops, kv_dtype=kv_dtype),
+        attention=Attention(weights, prefix, layer, spec, ops, group, kv_dtype=kv_dtype),
         attention_post_norm=Norm(weights, f"{prefix}attention_post_norm", spec, ops) if spec.post_norms else None,
         mlp_norm=Norm(weights, f"{prefix}mlp_norm", spec, ops),
-        mlp=MixtureOfExperts(weights, prefix, experts, spec, ops)
-        if experts
-        else FeedForward(weights, prefix, spec, ops),
+        mlp=MixtureOfExperts(weights, prefix, layer.experts, spec, ops, group)
+        if layer.experts
+        else FeedForward(weights, prefix, spec, ops, group),
         mlp_post_norm=Norm(weights, f"{prefix}mlp_post_norm", spec, ops) if spec.post_norms else None,
     )

@@ -11,12 +11,17 @@ from kernels.ops import Ops
 from kernels.quantized import Weight
 from services.worker.models.causal_lm import Inputs
 from services.worker.models.spec import DecoderSpec, Rope
+from services.worker.rank_group import RankGroup
 
 
 class Weights(Protocol):
-    """The parameters of a spec. Each is loaded when it is needed, so that no more than one unpacked is in memory."""
+    """What a rank has of the parameters of a spec.
+
+    Each is loaded when it is needed, so that no more than one unpacked is in memory.
+    """
 
     device: torch.device
+    dtype: torch.dtype  # of those that are not quantised
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -38,13 +43,16 @@ class ForwardContext(NamedTuple):
 
 
 class Linear:
-    """A linear layer, y = x Wᵀ + b, to which adapters add theirs if it has `lora`."""
+    """A linear layer, y = x Wᵀ + b, to which adapters add theirs if it has `lora`.
 
-    def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
+    With `group`, a rank has some inputs of the layer, and the sum over all ranks is the result.
+    """
+
+    def __init__(self, weights: Weights, name: str, ops: Ops, group: RankGroup | None = None) -> None:
         self.weight = ops.pack_linear(weights.load_matrix(f"{name}.weight"))
         self.bias = _vector(weights, f"{name}.bias", ops)
         self.lora: LoraStack | None = None
-        self._ops = ops
+        self._ops, self._group = ops, group
 
     @property
     def projection(self) -> Projection:
@@ -54,7 +62,7 @@ class Linear:
         y = self._ops.linear(x, self.weight, self.bias)
         if segments and self.lora:
             self._ops.lora_expand(y, self._ops.lora_shrink(x, self.lora, segments), self.lora, segments)
-        return y
+        return self._group.all_reduce(y) if self._group else y
 
 
 class Norm:

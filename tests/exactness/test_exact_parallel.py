@@ -1,0 +1,71 @@
+"""The embedded model on two ranks: each request gets what it gets on one, as far as sums in another order allow.
+
+On ranks of one shape the bits do not depend on the other requests, as on one rank.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from quire.engine import InProcessEngine
+from tests.exactness.embedded_model import Output, Request, draw_requests, engine, serve
+from tests.exactness.equality import assert_alike
+from tests.exactness.margin_rule import Run, assert_same
+
+pytestmark = pytest.mark.timeout(300)
+
+SHAPES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+
+
+@pytest.fixture(scope="module", params=["float32-tensor", "auto-tensor", "float32-pipeline"])
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    dtype, shape = request.param.split("-")
+    return dtype, shape
+
+
+@pytest.fixture(scope="module")
+def requests(case: tuple[str, str]) -> list[Request]:
+    return draw_requests(12, seed=8, longest=60)
+
+
+@pytest.fixture(scope="module")
+def on_one(case: tuple[str, str], requests: list[Request]) -> list[Run]:
+    return runs(serve(engine(case[0]), requests))
+
+
+@pytest.fixture(scope="module")
+def group(case: tuple[str, str]) -> Iterator[InProcessEngine]:
+    dtype, shape = case
+    group = engine(dtype, worker=SHAPES[shape])
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def on_two(group: InProcessEngine, requests: list[Request]) -> list[Run]:
+    return runs(serve(group, requests))
+
+
+def runs(outputs: list[Output]) -> list[Run]:
+    return [output.run for output in outputs]
+
+
+def test_two_ranks_say_what_one_says(on_one: list[Run], on_two: list[Run], group: InProcessEngine) -> None:
+    assert_same(on_one, on_two, group.model.vocab_size)
+
+
+def test_float32_logprobs_hardly_move(case: tuple[str, str], on_one: list[Run], on_two: list[Run]) -> None:
+    if case[0] != "float32":
+        pytest.skip("sums of 8-bit products are rounded")
+    for one, two in zip(on_one, on_two, strict=True):
+        for own, other in zip(one.entries, two.entries, strict=False):
+            if own.top_ids != other.top_ids:  # two that are nearly equal have changed places, or all is different now
+                break
+            assert abs(own.logprob - other.logprob) < 1e-4
+
+
+def test_bits_do_not_depend_on_other_requests(
+    on_two: list[Run], group: InProcessEngine, requests: list[Request]
+) -> None:
+    alone = [serve(group, [request])[0].run for request in requests[::3]]
+    assert_alike(on_two[::3], alone, group.model.vocab_size)

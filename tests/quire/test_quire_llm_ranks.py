@@ -1,0 +1,142 @@
+"""Tests `LLM` with several ranks on a tiny model: what it says, and that no process outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.outputs import RequestOutput
+from shared.errors import ConfigError, EngineFailure, ModelError
+from tests.quire.quire_server import ROOT
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(180)  # a rank imports torch first
+
+PROMPTS = ["What is the capital of France?", "The quick brown fox", "Paris is"]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=16, n=3, seed=4, ignore_eos=True)
+LONG = SamplingParams(temperature=1, max_tokens=100, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"kv_cache_memory": 0.05, "num_threads": 1, "device": "cpu", "dtype": "float32"}
+
+
+def ranks(llm_process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Return the processes of the other ranks of a process, by default of this one."""
+    children = (llm_process or psutil.Process()).children()
+    return [child for child in children if "services.worker" in child.cmdline()]
+
+
+def generate(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
+    return llm.generate(PROMPTS, params, use_tqdm=False)
+
+
+def generate_forever(llm: LLM) -> None:
+    while True:
+        generate(llm, LONG)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def on_one(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, **SETTINGS) as llm:
+        yield llm
+
+
+def test_a_rank_that_dies_is_a_clear_error_and_the_next_llm_works(folder: Path) -> None:
+    with LLM(folder, tensor_parallel_size=2, **SETTINGS) as llm:
+        expected = tokens(generate(llm, GREEDY))
+        (rank,) = ranks()
+        threading.Timer(0.2, rank.kill).start()
+        with pytest.raises(EngineFailure, match="cannot go on"):
+            generate_forever(llm)
+        with pytest.raises(EngineFailure, match="cannot go on"):
+            generate(llm, GREEDY)
+    assert not ranks()
+    with LLM(folder, tensor_parallel_size=2, **SETTINGS) as llm:
+        assert tokens(generate(llm, GREEDY)) == expected
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+def group(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
+    tensor, pipeline = request.param
+    with LLM(folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **SETTINGS) as llm:
+        yield llm
+    assert not ranks()
+
+
+def test_two_ranks_say_what_one_says(group: LLM, on_one: LLM, folder: Path) -> None:
+    """The tiny model's best two tokens are never near each other."""
+    assert group.get_world_size() == 2
+    assert len(ranks()) == 1
+    with pytest.raises(ConfigError, match="one LLM of several ranks at a time"):
+        LLM(folder, tensor_parallel_size=2, **SETTINGS)
+    expected, outputs = generate(on_one, GREEDY), generate(group, GREEDY)
+    assert tokens(outputs) == tokens(expected)
+    for one, two in zip(expected, outputs, strict=True):
+        pairs = zip((one.prompt_logprobs or [])[1:], (two.prompt_logprobs or [])[1:], strict=True)
+        pairs_of_output = zip(one.outputs[0].logprobs or [], two.outputs[0].logprobs or [], strict=True)
+        for own, other in [*pairs, *pairs_of_output]:
+            assert own.keys() == other.keys()
+            assert all(abs(own[token].logprob - other[token].logprob) < 1e-4 for token in own)
+
+
+def test_forks_and_masks_work_on_two_ranks(group: LLM, on_one: LLM) -> None:
+    assert tokens(generate(group, SAMPLED)) == tokens(generate(on_one, SAMPLED))
+    words = SamplingParams(temperature=0, max_tokens=8, bad_words=[" is"], allowed_token_ids=list(range(3, 300)))
+    assert tokens(generate(group, words)) == tokens(generate(on_one, words))
+
+
+def test_a_second_call_and_an_interrupted_one_leave_it_usable(group: LLM) -> None:
+    """It is interrupted at random moments, most of which are within steps."""
+    first = tokens(generate(group, GREEDY))
+    for index in range(10):
+        threading.Timer(0.1 + 0.0123 * index, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            generate_forever(group)
+        assert tokens(generate(group, GREEDY)) == first
+
+
+SCRIPT = """
+import sys
+from quire import LLM, SamplingParams
+llm = LLM(sys.argv[1], tensor_parallel_size=2, kv_cache_memory=0.05, num_threads=1, device="cpu")
+print(len(llm.generate("Paris", SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_ranks_end_with_their_script(folder: Path, kills: bool) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", SCRIPT, str(folder)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "4\n"
+        (rank,) = ranks(psutil.Process(script.pid))
+        if kills:
+            script.kill()
+        script.communicate("")
+        wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
+        assert kills or script.returncode == 0
+
+
+def test_a_wrong_model_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no folder"):
+        LLM(tmp_path / "none", tensor_parallel_size=2, **SETTINGS)
+    assert not ranks()
+
+
+def test_too_few_gpus_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="each of the 2 ranks needs a GPU of its own, and there are 1"):
+        LLM(folder, tensor_parallel_size=2, **SETTINGS | {"device": "auto"})
