@@ -76,7 +76,7 @@ def read_tensor(tensor: StoredTensor, expert: int | None = None, threads: int = 
 def dequantize_rows(
     tensor: StoredTensor, expert: int | None, rows: slice | NDArray[np.intp], threads: int = 1, region: Region = ()
 ) -> NDArray[np.float32]:
-    """Return some rows of what `region` takes of the matrix, or of an expert's along the first dimension, in float32."""
+    """Return some rows of what `region` takes of the matrix, or of an expert's in a stack of them, in float32."""
     return _dequantize(map_blocks(tensor, expert, region)[rows], tensor.type, threads, region)
 
 
@@ -127,7 +127,7 @@ def map_quantized(tensor: StoredTensor, expert: int | None = None, region: Regio
 def _dequantize(
     blocks: NDArray[np.uint8], type: GGMLQuantizationType, threads: int, region: Region
 ) -> NDArray[np.float32]:
-    """Dequantise blocks (..., blocks, bytes) to (..., values), of which those at the ends may be outside of `region`."""
+    """Dequantise blocks (..., blocks, bytes) to (..., values), of which `region` may begin or end within blocks."""
     *outer, count, size = blocks.shape
     codec, block = _codec(type), GGML_QUANT_SIZES[type][0]
     stored = blocks.reshape(-1, size)
