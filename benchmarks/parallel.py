@@ -1,6 +1,6 @@
 """Measure what it costs to divide a model among ranks: on this machine's CPUs, and in the scheduler.
 
-    python -m benchmarks.parallel [MODEL FOLDER] [--batches 1,8,32] [--context 128] [--steps 30]
+    python -m benchmarks.parallel [--batches 1,8,32] [--context 128] [--steps 30]
 
 - Steps: decodes of one rank that has two CPUs, and of two tensor parallel ranks that have one each. The steps are
   planned as a scheduler would, without one. The table shows the median step, and the part of it that the first rank
@@ -8,7 +8,7 @@
 - Scheduler: time of the scheduler's thread for one step's plan, its messages to all ranks, and their answers. The ranks
   are sockets without a model.
 
-Without a folder, it measures the embedded model.
+The model has the embedded one's sizes and random weights, but eight heads: two ranks cannot divide nine.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -34,6 +35,7 @@ from services.scheduler.workers import Workers
 from services.worker.config import WorkerConfig
 from services.worker.rank_group import RankGroup
 from services.worker.start import start_runner
+from shared.hub.checkpoint import locate
 from shared.protocol import (
     VERSION,
     Configure,
@@ -55,22 +57,25 @@ PLAN_STEPS = 200
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ranks", type=int, default=0, help="measure so many ranks, and print JSON")
+    parser.add_argument("--model", default="", help="folder of the model that they have")
     options = parser.parse_args()
     if options.ranks:
         print(json.dumps(measure(options, options.ranks)))
         return
     print("| | rows | ms/step | in exchanges | exchanges a step | tok/s |\n|---|---|---|---|---|---|")
-    for name, ranks in (("one rank of two threads", 1), ("two ranks of one thread", 2)):
-        command = [sys.executable, "-m", "benchmarks.parallel", *sys.argv[1:], "--ranks", str(ranks)]
-        for rows, step, exchange, count in json.loads(subprocess.check_output(command, text=True)):
-            shown = f"{exchange:.2f} ms, {exchange / step:.0%}" if count else "-"
-            print(f"| {name} | {rows} | {step:.1f} | {shown} | {count:.0f} | {rows / step * 1e3:.0f} |")
+    with TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        for name, ranks in (("one rank of two threads", 1), ("two ranks of one thread", 2)):
+            own = ["--ranks", str(ranks), "--model", folder]
+            command = [sys.executable, "-m", "benchmarks.parallel", *sys.argv[1:], *own]
+            for rows, step, exchange, count in json.loads(subprocess.check_output(command, text=True)):
+                shown = f"{exchange:.2f} ms, {exchange / step:.0%}" if count else "-"
+                print(f"| {name} | {rows} | {step:.1f} | {shown} | {count:.0f} | {rows / step * 1e3:.0f} |")
     print("\n| ranks | running | plan, µs | messages, µs | answers and commit, µs |\n|---|---|---|---|---|")
     for running in (64, 256):
         for ranks in (1, 2, 4):
@@ -81,9 +86,8 @@ def main() -> None:
 def measure(options: argparse.Namespace, ranks: int) -> list[tuple[int, float, float, float]]:
     """Return (rows, median ms of a step, median ms in exchanges, exchanges a step) for each number of rows."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    config = WorkerConfig(
-        model=options.model, device="cpu", dtype=options.dtype, tensor_parallel_size=ranks, swap_space=0
-    )
+    settings = {"load_format": "dummy", "device": "cpu", "dtype": options.dtype, "swap_space": 0}
+    config = WorkerConfig(model=options.model, tensor_parallel_size=ranks, **settings)
     exchanges: list[float] = []
     time_exchanges(exchanges)
     runner = start_runner(config) if ranks == 1 else GroupRunner(config)
@@ -103,6 +107,16 @@ def measure(options: argparse.Namespace, ranks: int) -> list[tuple[int, float, f
         results.append((size, step, exchange, count))
     runner.close()
     return results
+
+
+def make_model(folder: Path) -> None:
+    """Make a folder of the embedded model's configuration and tokenizer, with eight heads."""
+    embedded = locate("")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(embedded / name)
+    config = json.loads((embedded / "config.json").read_text())
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def time_exchanges(seconds: list[float]) -> None:

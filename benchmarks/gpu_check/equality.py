@@ -1,5 +1,5 @@
-"""Part 5: what must be equal: graphs and eager steps, the GPU's choice of tokens and the CPU's, and, with
---batch-invariant, the bits of a sequence in every batch and chunking.
+"""Part 5: what must be equal: graphs and eager steps, the GPU's choice of tokens and the CPU's, with --batch-invariant
+the bits of a sequence in every batch and chunking, and two ranks and one, where there are two GPUs.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,11 @@ def run(settings: Settings, report: Report) -> None:
         report.add(compare_rates(name, *rates, "tok/s"))
     with report.check("--batch-invariant"):
         _check_batch_invariance(settings, report, graphs)
+    if settings.is_gpu and torch.cuda.device_count() < 2:
+        report.note("Several ranks were not tried, since there is one GPU.")
+        return
+    with report.check("two ranks"):
+        _compare_ranks(settings, report, graphs)
 
 
 def _measure(settings: Settings, **options: Any) -> Measured:
@@ -81,8 +86,8 @@ def _decode_rate(driver: Driver, settings: Settings) -> float:
 def count_equal_tokens(ours: Sequence[Output], others: Sequence[Output]) -> tuple[int, int]:
     """Return how many tokens are equal, of those that must be.
 
-    The steps have the same kernels and shapes. Where two tokens were as good as equally likely, either may be chosen,
-    and what follows is not compared.
+    The steps have the same kernels and, unless the ranks differ, the same shapes. Where two tokens were as good as
+    equally likely, either may be chosen, and what follows is not compared.
     """
     equal = total = 0
     for output, other in zip(ours, others, strict=True):
@@ -110,6 +115,21 @@ def _check_batch_invariance(settings: Settings, report: Report, default: Measure
     name = f"--batch-invariant, decode, batch {settings.compared_batch}, beside the default"
     target = INVARIANT_TARGET if settings.is_gpu else None
     report.add(compare_rates(name, rate, default and default.tokens_per_second, "tok/s", at_least=target))
+
+
+def _compare_ranks(settings: Settings, report: Report, one: Measured | None) -> None:
+    """Run the prompts on two tensor parallel ranks, which exchange what they have by NCCL, or by Gloo on a CPU."""
+    with started_engine(settings, **_options(settings, tensor_parallel_size=2)) as started:
+        try:
+            driver = Driver(started.engine)
+            two = Measured(_generate(driver, settings), _decode_rate(driver, settings))
+        finally:
+            started.engine.close()
+    if one:
+        equal, total = count_equal_tokens(two.outputs, one.outputs)
+        report.add(count_equal("two ranks beside one", equal, total, "tokens"))
+    name = f"decode, batch {settings.compared_batch}, two ranks, beside one"
+    report.add(compare_rates(name, two.tokens_per_second, one and one.tokens_per_second, "tok/s"))
 
 
 def bits_equal(output: Output, other: Output) -> bool:

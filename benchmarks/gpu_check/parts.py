@@ -36,7 +36,7 @@ PARTS = (
     Part("tests", "benchmarks.gpu_check.kernel_tests", 120),
     Part("kernels", "benchmarks.gpu_check.kernel_speed", 90),
     Part("engine", "benchmarks.gpu_check.engine_speed", 150),
-    Part("equality", "benchmarks.gpu_check.equality", 60),
+    Part("equality", "benchmarks.gpu_check.equality", 75),
 )
 
 

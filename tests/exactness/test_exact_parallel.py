@@ -1,6 +1,6 @@
-"""The embedded model on two ranks: each request gets what it gets on one, as far as sums in another order allow.
+"""The embedded model on several ranks: a request gets what it gets on one, as far as sums in another order allow.
 
-On ranks of one shape the bits do not depend on the other requests, as on one rank.
+On groups of one shape the bits do not depend on the other requests, as on one rank.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.exactness.margin_rule import Run, assert_same
 
 pytestmark = pytest.mark.timeout(300)
 
-SHAPES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+SHAPES = {"tensor": {"tensor_parallel_size": 3}, "pipeline": {"pipeline_parallel_size": 2}}  # it has nine heads
 
 
 @pytest.fixture(scope="module", params=["float32-tensor", "auto-tensor", "float32-pipeline"])
@@ -42,7 +42,7 @@ def group(case: tuple[str, str]) -> Iterator[InProcessEngine]:
 
 
 @pytest.fixture(scope="module")
-def on_two(group: InProcessEngine, requests: list[Request]) -> list[Run]:
+def on_group(group: InProcessEngine, requests: list[Request]) -> list[Run]:
     return runs(serve(group, requests))
 
 
@@ -50,14 +50,14 @@ def runs(outputs: list[Output]) -> list[Run]:
     return [output.run for output in outputs]
 
 
-def test_two_ranks_say_what_one_says(on_one: list[Run], on_two: list[Run], group: InProcessEngine) -> None:
-    assert_same(on_one, on_two, group.model.vocab_size)
+def test_a_group_says_what_one_rank_says(on_one: list[Run], on_group: list[Run], group: InProcessEngine) -> None:
+    assert_same(on_one, on_group, group.model.vocab_size)
 
 
-def test_float32_logprobs_hardly_move(case: tuple[str, str], on_one: list[Run], on_two: list[Run]) -> None:
+def test_float32_logprobs_hardly_move(case: tuple[str, str], on_one: list[Run], on_group: list[Run]) -> None:
     if case[0] != "float32":
         pytest.skip("sums of 8-bit products are rounded")
-    for one, two in zip(on_one, on_two, strict=True):
+    for one, two in zip(on_one, on_group, strict=True):
         for own, other in zip(one.entries, two.entries, strict=False):
             if own.top_ids != other.top_ids:  # two that are nearly equal have changed places, or all is different now
                 break
@@ -65,7 +65,7 @@ def test_float32_logprobs_hardly_move(case: tuple[str, str], on_one: list[Run], 
 
 
 def test_bits_do_not_depend_on_other_requests(
-    on_two: list[Run], group: InProcessEngine, requests: list[Request]
+    on_group: list[Run], group: InProcessEngine, requests: list[Request]
 ) -> None:
     alone = [serve(group, [request])[0].run for request in requests[::3]]
-    assert_alike(on_two[::3], alone, group.model.vocab_size)
+    assert_alike(on_group[::3], alone, group.model.vocab_size)

@@ -38,7 +38,8 @@ CHECKS = {
     "tests": ["kernel tests, interpreted"],
     "kernels": ["decode attention", "chunk attention", "choosing", "rms_norm", "batch-invariant product", "int4"],
     "engine": ["start: random", "start: warming", "start: memory", "decode, batch 2", "prefill, 2 × 4", "idle", "KV"],
-    "equality": ["graphs beside eager", "--batch-invariant: bits", "--batch-invariant, decode", "the GPU's choice"],
+    "equality": ["graphs beside eager", "--batch-invariant: bits", "--batch-invariant, decode", "the GPU's choice",
+                 "two ranks beside one"],
 }  # fmt: skip
 
 

@@ -52,6 +52,12 @@ def on_one(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
+def test_a_model_that_cannot_be_divided_is_named_and_leaves_nothing(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"--tensor-parallel-size 3: the model's attention heads, 4, cannot be"):
+        LLM(folder, tensor_parallel_size=3, **SETTINGS)
+    assert not ranks()
+
+
 def test_a_rank_that_dies_is_a_clear_error_and_the_next_llm_works(folder: Path) -> None:
     with LLM(folder, tensor_parallel_size=2, **SETTINGS) as llm:
         expected = tokens(generate(llm, GREEDY))
@@ -128,12 +134,6 @@ def test_ranks_end_with_their_script(folder: Path, kills: bool) -> None:
         script.communicate("")
         wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
         assert kills or script.returncode == 0
-
-
-def test_a_wrong_model_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no folder"):
-        LLM(tmp_path / "none", tensor_parallel_size=2, **SETTINGS)
-    assert not ranks()
 
 
 def test_too_few_gpus_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
