@@ -98,6 +98,11 @@ class Workers:
         """True if plans can be sent."""
         return self._active is not None and self._active.ready
 
+    @property
+    def num_registered(self) -> int:
+        """The number of workers that compute or wait in line."""
+        return len(self._registered)
+
     def progressing(self, now: float) -> bool:
         """Return whether plans can be sent and no worker is silent."""
         return self._active is not None and self._active.ready and not self._active.is_silent(now)
