@@ -23,7 +23,7 @@ from msgspec import Struct
 from services.scheduler.config import WorkerCapacity
 from services.scheduler.joint_capacity import joint_capacity
 from services.scheduler.registration import Registration, disagreement, incompatibility
-from services.scheduler.worker_group import Member, WorkerGroup, WorkerResult, complete_group
+from services.scheduler.worker_group import Member, WorkerGroup, WorkerResult, complete_group, missing_ranks
 from shared.errors import ProtocolError
 from shared.protocol import (
     AdapterLoaded,
@@ -301,6 +301,9 @@ class Workers:
             self._remove(newcomer, reason)
         else:
             logger.info("worker %r registered", newcomer)
+            missing = missing_ranks(self._registered.values(), register.world_size)
+            if missing:
+                logger.info("ranks that are still awaited: %s", ", ".join(map(str, missing)))
 
     def _take_disconnected(self) -> list[Registration]:
         """Return the workers whose connections ended since the last call."""
