@@ -110,7 +110,11 @@ def test_two_ranks_have_slices_of_quantised_weights(tmp_path: Path) -> None:
     plain = save(llama(**WIDE, attention_bias=True), tmp_path / "plain")
     folders = {name: save_packed(llama(**WIDE), tmp_path / name, scheme) for name, scheme in PACKED.items()}
     folders["gpt2, gptq"] = save_packed(gpt2(n_embd=64, n_head=4), tmp_path / "gpt2", Scheme())
-    for name, model in (("gguf", llama(**WIDE)), ("gguf, parts of blocks", llama(**WIDE | {"intermediate_size": 96}))):
+    for name, model in {
+        "gguf": llama(**WIDE),
+        "gguf, parts of blocks": llama(**WIDE | {"intermediate_size": 96}),
+        "gguf, gpt2": gpt2(n_embd=64, n_head=4),
+    }.items():
         folders[name] = model_folder(write(model, tmp_path / f"{name}.gguf", gguf_type), tmp_path / "cache")
     cases = [Case(f"{name}, exact", folder, {"dtype": "float32"}) for name, folder in folders.items()]
     if extension.load():
