@@ -5,7 +5,7 @@ A `QuantizedWeight` has quants of 4 or 8 bits:
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // 32
 
 Without mins, all quants of a weight have one zero point: min = -zero_point * scale. GGUF's Q4_0, Q4_1 and Q8_0 are of
-this form. `RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits.
+this form. `RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits. table_weight.py has those with tables.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.table_weight import TableWeight
 
 QUANT_GROUP_SIZE = 32
 """Inputs that share a scale."""
@@ -136,5 +138,5 @@ def _with_mins(weight: QuantizedWeight) -> QuantizedWeight:
     return weight._replace(mins=weight.scales * -weight.zero_point, zero_point=0)
 
 
-Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight
+Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight | TableWeight
 """What `pack_linear` takes, (out, in)."""

@@ -89,7 +89,7 @@ class PackedWeights:
         return self._tensors[qweight].mapped(qweight)
 
     @property
-    def method(self) -> Literal["gptq", "awq"]:
+    def method(self) -> Literal["gptq", "awq", "squeezellm"]:
         return self._config.method
 
     def get_tensor(self, name: str) -> Tensor:
