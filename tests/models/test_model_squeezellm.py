@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 def test_logits_are_those_of_transformers(
     name: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SQZ-01: matrices that a family joins, and those that it transposes, with and without outliers."""
+    """Matrices that a family joins, and those that it transposes, with and without outliers."""
     model = MODELS[name]()
     folder = save_tables(model, tmp_path, SCHEMES[scheme])
     theirs = reference_logits(model, TOKENS)
@@ -116,7 +116,7 @@ def test_the_layout_is_that_of_the_published_kernels(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_as_it_was_published_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SQZ-01: a pickle with settings among its tensors, and a quant_config.json."""
+    """A pickle with settings among its tensors, and a quant_config.json."""
     model = MODELS["llama"]()
     scheme = TableScheme(outliers=0.02, full_rows=2, tables=torch.float32)
     folder = as_published(save_tables(model, tmp_path, scheme))
@@ -265,7 +265,6 @@ ROWS = torch.zeros(65, dtype=torch.int32)
     ],
 )
 def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | None, said: str) -> None:
-    """SQZ-02: shapes, types and missing tensors."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors.pop(f"{Q}.{kind}", None)
@@ -286,7 +285,6 @@ def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | No
     ],
 )
 def test_a_wrong_number_is_named(folder: Path, kind: str, index: Any, value: float, said: str) -> None:
-    """SQZ-02: indices out of range, rows that fall, and numbers that are not finite."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors[f"{Q}.{kind}"][index] = value
