@@ -85,14 +85,15 @@ def test_a_packed_table_is_rounded_to_thirteen_bits(weight: TableWeight) -> None
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 13])
 def test_linear(weight: TableWeight, count: int) -> None:
     packed, (outputs, inputs) = OPS.pack_linear(weight), weight.shape
+    torch.manual_seed(count)  # a number halfway between two of eight bits may be rounded to the other one in float64
     x, bias = torch.randn(count, inputs), torch.randn(outputs)
-    x[0, 3] = 40.0  # its group has a finer term, if it is large enough
+    x[0, 3] = 40.0  # its group has a finer term
     x[-1, 32 * (inputs // 32 - 1) :] = 0.0
     extra = torch.zeros(weight.shape)
     if weight.outliers:
         weight.outliers.add_to(extra)
     tables = dequantize(packed).double() - extra.double()
-    expected = rounded_activations(x, 128, 7.0) @ tables.T + x.double() @ extra.double().T + bias.double()
+    expected = rounded_activations(x, 32, 5.0) @ tables.T + x.double() @ extra.double().T + bias.double()
     assert (OPS.linear(x, packed, bias) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 

@@ -47,7 +47,7 @@ struct Matrix {
     bool quantized() const { return format != WeightFormat::floats; }
     bool reads_floats() const { return !quantized() || outliers.offsets; }
     // Inputs of x that share a scale, if the matrix is quantised.
-    int activation_group() const { return format == WeightFormat::group ? QUANT_GROUP_SIZE : MAX_ACTIVATION_GROUP; }
+    int activation_group() const { return format == WeightFormat::channel ? MAX_ACTIVATION_GROUP : QUANT_GROUP_SIZE; }
     int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
     int width(int64_t panel) const { return int(std::min<int64_t>(PANEL, outputs - panel * PANEL)); }
 };

@@ -2,7 +2,7 @@
 // them. x is quantised to 8 bits first.
 //
 //     w[n, k] = scale[n] * (u[n, code[n, k]] - 4096) + outlier[n, k]    u in 1..8191, scale[n] = max |table[n]| / 4095
-//     x[m, k] ≈ x_scale[m, g] * q[m, k]                                 g = k / 128, or the sum of two: quantized_rows.h
+//     x[m, k] ≈ x_scale[m, g] * q[m, k]                                 g = k / 32, or the sum of two: quantized_rows.h
 //     y[m, n] = scale[n] * Σ_g x_scale * Σ_k (u - 4096) q  +  Σ_k outlier x
 //
 // Thirteen bits of a table lose little beside the eight of x: an entry is off by at most a 8,190th of the largest one. u
@@ -137,7 +137,7 @@ void multiply_group(const uint8_t* records, const Tail& tail, const Terms& terms
 // once. The integers, and so the sums, are the same.
 void multiply_group(const uint8_t* records, const Tail& tail, const Terms& terms, float* sums) {
     if (terms.count <= TERM_TILE) return multiply_directly(records, tail, terms, sums);
-    alignas(64) int16_t numbers[MAX_ACTIVATION_GROUP * PANEL];
+    alignas(64) int16_t numbers[QUANT_GROUP_SIZE * PANEL];
     int parts = terms.size / 16;  // of sixteen inputs; vector v has its numbers of part p at (v * parts + p) * VECTOR
     for (int vector = 0; vector < VECTORS; vector++) {
         U8x64 low = tail.low(vector), high = tail.high(vector);
@@ -150,7 +150,7 @@ void multiply_group(const uint8_t* records, const Tail& tail, const Terms& terms
         }
     }
     for (int t = 0; t < terms.count; t++) {
-        alignas(64) int16_t q[MAX_ACTIVATION_GROUP];
+        alignas(64) int16_t q[QUANT_GROUP_SIZE];
         for (int k = 0; k < terms.size; k++) q[k] = terms.q[t * terms.size + k];
         add_terms<1>(terms.term + t, sums, [&](int vector, I32x16* totals) __attribute__((always_inline)) {
             I32x16 sum = I32x16::set(0);
