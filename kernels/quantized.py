@@ -5,7 +5,8 @@ A `QuantizedWeight` has quants of 4 or 8 bits:
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // group_size
 
 Without mins, all quants of a weight have one zero point: min = -zero_point * scale. GGUF's Q4_0, Q4_1 and Q8_0 are of
-this form, and GPTQ and AWQ. `RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits.
+this form, and GPTQ and AWQ. `RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits. table_weight.py has
+those with tables.
 
 Nothing is copied before it is packed: tensors may be memory maps of files, with quants as the files have them, and
 floats that have to be computed from something else are `Rows`.
@@ -17,6 +18,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from kernels.table_weight import TableWeight
 
 QUANT_GROUP_SIZE = 32
 """Inputs that share a scale in GGUF, and in a packed weight; in other formats a multiple of them does."""
@@ -248,5 +251,5 @@ def unpack_awq(packed: Tensor) -> Tensor:
     return quants.flatten(0, 1)
 
 
-Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight | StackedWeight
+Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight | StackedWeight | TableWeight
 """What `pack_linear` takes, (out, in)."""

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import AttentionPlan
-from kernels.cpu.linear import PackedChannelWeight, PackedQuantizedWeight, PackedWeight
+from kernels.cpu.linear import (
+    PackedChannelWeight,
+    PackedQuantizedWeight,
+    PackedTableWeight,
+    ReorderedWeight,
+)
 from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
 from kernels.lora import LoraSegments, LoraStack
 
@@ -54,10 +59,7 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
 
 def _is_supported(layer: DecoderLayer) -> bool:
     weights = [projection.weight for projection in (layer.qkv, layer.out, layer.up, layer.down)]
-    supported = all(
-        isinstance(weight, PackedWeight | PackedQuantizedWeight | PackedChannelWeight) for weight in weights
-    )
-    return supported and layer.down.weight.inputs % PANEL == 0
+    return not any(isinstance(weight, ReorderedWeight) for weight in weights) and layer.down.weight.inputs % PANEL == 0
 
 
 def _to_native(field: Any, lora: LoraStack | None) -> Any:
@@ -65,13 +67,16 @@ def _to_native(field: Any, lora: LoraStack | None) -> Any:
     if not isinstance(field, Projection):
         return field
     weight, bias = field
+    outliers: list[Tensor] = []
     if isinstance(weight, PackedQuantizedWeight):
-        arguments = weight.records, weight.outputs, "group", *weight.format
+        packed, format = weight.records, ("group", *weight.format)
     elif isinstance(weight, PackedChannelWeight):
-        arguments = weight.panels, weight.outputs, "channel", weight.bits, False, 0
+        packed, format = weight.panels, ("channel", weight.bits, False, 0)
+    elif isinstance(weight, PackedTableWeight):
+        packed, format, outliers = weight.panels, ("table", 4, False, 0), weight.outliers
     else:
-        arguments = weight.panels, weight.outputs, "floats", 0, False, 0
-    projection = torch.classes.quire.Projection(*arguments, bias)
+        packed, format = weight.panels, ("floats", 0, False, 0)
+    projection = torch.classes.quire.Projection(packed, weight.outputs, *format, outliers, bias)
     if lora:
         projection.set_lora(lora.a, lora.b, lora.ranks, lora.outputs)
     return projection

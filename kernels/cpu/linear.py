@@ -15,6 +15,7 @@ from kernels.quantized import (
     restore_input_order,
     row_blocks,
 )
+from kernels.table_weight import TableWeight
 
 PANEL = 32  # outputs of a panel
 
@@ -51,6 +52,15 @@ class PackedChannelWeight(NamedTuple):
     bits: int
 
 
+class PackedTableWeight(NamedTuple):
+    """A weight with a table for each output, rounded to 14 bits. The GEMM rounds activations to 8 bits."""
+
+    panels: Tensor  # (panel, bytes)
+    outputs: int
+    inputs: int
+    outliers: list[Tensor]  # the fields of `Outliers`; empty: there are none
+
+
 class ReorderedWeight(NamedTuple):
     """A quantised weight whose inputs were permuted before they were grouped. `linear` permutes `x` in the same way."""
 
@@ -58,7 +68,7 @@ class ReorderedWeight(NamedTuple):
     order: Tensor  # (in,) int64
 
 
-Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | ReorderedWeight
+Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | PackedTableWeight | ReorderedWeight
 
 
 def pack_linear(weight: Weight) -> Packed:
@@ -75,6 +85,9 @@ def pack_linear(weight: Weight) -> Packed:
         for rows, target in _blocks(weight.parts, panels):
             torch.ops.quire.round_and_pack(rows, weight.bits, target)
         return PackedChannelWeight(panels, *weight.shape, weight.bits)
+    if isinstance(weight, TableWeight):
+        codes, tables = [part.codes for part in weight.parts], [part.tables for part in weight.parts]
+        return PackedTableWeight(torch.ops.quire.pack_tables(codes, tables), *weight.shape, list(weight.outliers or ()))
     parts = weight.parts
     quants, scales = [part.quants for part in parts], [part.scales for part in parts]
     mins = [part.mins for part in parts if part.mins is not None]
@@ -104,6 +117,8 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         torch.ops.quire.quantized_linear(wide, weight.records, *weight.format, wide_bias, y)
     elif isinstance(weight, PackedChannelWeight):
         torch.ops.quire.channel_linear(wide, weight.panels, weight.bits, wide_bias, y)
+    elif isinstance(weight, PackedTableWeight):
+        torch.ops.quire.table_linear(wide, weight.panels, weight.outliers, wide_bias, y)
     else:
         torch.ops.quire.linear(wide, weight.panels, wide_bias, y)
     return y.to(x.dtype)
@@ -125,6 +140,8 @@ def embedding(ids: Tensor, table: Tensor | Packed) -> Tensor:
         torch.ops.quire.quantized_rows(table.records, *table.format, ids.long(), y)
     elif isinstance(table, PackedChannelWeight):
         torch.ops.quire.channel_rows(table.panels, table.bits, ids.long(), y)
+    elif isinstance(table, PackedTableWeight):
+        torch.ops.quire.table_rows(table.panels, table.outliers, ids.long(), y)
     else:
         torch.ops.quire.packed_rows(table.panels, ids.long(), y)
     return y

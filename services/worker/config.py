@@ -49,11 +49,11 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "auto", "gguf", "gptq", "awq", "int8", "int4"],
+        Literal["none", "auto", "gguf", "gptq", "awq", "squeezellm", "int8", "int4"],
         Meta(
-            description="How weights are quantised on a CPU: as in the GGUF file, GPTQ or AWQ checkpoint, or to int8 "
-            "or int4 when they are loaded; matmuls then round activations to 8 bits. auto: as in the checkpoint if "
-            "possible; none if --dtype is set."
+            description="How weights are quantised on a CPU: as in the GGUF file, GPTQ, AWQ or SqueezeLLM checkpoint, "
+            "or to int8 or int4 when they are loaded; matmuls then round activations to 8 bits. auto: as in the "
+            "checkpoint if possible; none if --dtype is set."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

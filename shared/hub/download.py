@@ -54,7 +54,8 @@ def files_to_fetch(files: Sequence[str], *, weights: bool = True) -> list[str]:
     def matching(patterns: Iterable[str]) -> list[str]:
         return [name for name in top if any(fnmatch(name, pattern) for pattern in patterns)]
 
-    weight_files = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
+    patterns = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.pt")
+    weight_files = next((found for pattern in patterns if (found := matching([pattern]))), [])
     if weights and not weight_files and (others := [name for name in files if is_gguf(name)]):
         raise ModelError(f"it has GGUF files; name one by its type, as in owner/name:Q4_K_M: {', '.join(others)}")
     return (weight_files if weights else []) + matching(SMALL_FILES)

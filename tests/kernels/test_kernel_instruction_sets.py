@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.cpu import build, extension
 from kernels.load import ops
 from kernels.quantized import QuantizedWeight, RoundedWeight
+from kernels.table_weight import TablePart, TableWeight
 from tests.kernels.test_kernel_attention import make_case
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def run(*argv: str) -> str:
 
 
 def outputs() -> list[Tensor]:
-    """Return products of rounded weights and attention over an int8 cache, by the kernels that this process loads."""
+    """Return products of quantised weights and attention over an int8 cache, by the kernels that this process loads."""
     cpu, results = ops(torch.device("cpu")), []
     generator = torch.Generator().manual_seed(0)
     for inputs, bits in itertools.product(INPUTS, (8, 4)):
@@ -59,7 +60,10 @@ def outputs() -> list[Tensor]:
         x[0] = 1.0
         weight[:2], quants[:2] = 1.0, 2**bits - 1
         weight[:2, ::32] = -1.0
-        for unpacked in (RoundedWeight(bits, [weight]), QuantizedWeight(bits, quants, scales, -mins, 0)):
+        codes = torch.randint(-(2**31), 2**31, (inputs // 8, 71), generator=generator).int()
+        codes[:, :2] = 0x11111111
+        tables = TableWeight([TablePart(codes, weight[:, :16].contiguous())])
+        for unpacked in (RoundedWeight(bits, [weight]), QuantizedWeight(bits, quants, scales, -mins, 0), tables):
             packed = cpu.pack_linear(unpacked)
             for rows, threads in itertools.product(ROWS, (1, 2)):
                 torch.set_num_threads(threads)
@@ -77,7 +81,7 @@ def test_they_give_the_bits_of_this_processors_kernels(tmp_path: Path) -> None:
     run("-c", code, str(tmp_path / "here.pt"))
     run("-c", "import tests.kernels.emulation; " + code, str(tmp_path / "emulated.pt"))
     here, emulated = (torch.load(tmp_path / name) for name in ("here.pt", "emulated.pt"))
-    assert len(here) == len(emulated) == len(INPUTS) * 4 * len(ROWS) * 2 + 6
+    assert len(here) == len(emulated) == len(INPUTS) * 6 * len(ROWS) * 2 + 6
     for expected, result in zip(here, emulated, strict=True):
         assert torch.equal(expected.view(torch.int32), result.view(torch.int32))
 
@@ -86,7 +90,7 @@ def test_they_give_the_bits_of_this_processors_kernels(tmp_path: Path) -> None:
 @pytest.mark.skipif("QUIRE_TEST_EMULATED" not in os.environ, reason="it takes minutes: make test-all runs it")
 @pytest.mark.usefixtures("emulated")
 def test_they_pass_the_tests_of_kernels() -> None:
-    names = ("quantized", "attention", "layers")
+    names = ("quantized", "tables", "attention", "layers")
     files = [f"tests/kernels/test_kernel_{name}.py" for name in names]
     assert " passed" in run("-m", "pytest", "-p", "tests.kernels.emulation", "-p", "no:cacheprovider", "-q", *files)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.load import reference
-from kernels.quantized import FloatWeight, QuantizedWeight
+from kernels.quantized import FloatWeight, QuantizedWeight, Weight
+from kernels.table_weight import TableWeight
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.models.device_copy import Copy, PinnedRing
@@ -23,6 +24,7 @@ from services.worker.models.registry import read_supported
 from services.worker.models.spec import DecoderSpec, parameter_shapes
 from tests.models.fallback_models import deepseek_v3, granite
 from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.squeezellm_writer import TableScheme, save_tables
 from tests.models.test_device_copy import LazyStream
 from tests.models.tiny_models import llama, reference_logits, save
 
@@ -68,21 +70,37 @@ def test_a_random_matrix_on_a_cpu_is_drawn_in_no_time(tmp_path: Path) -> None:
     assert 0.015 < first.std() < 0.025
 
 
-@pytest.mark.parametrize("scheme", [Scheme(act_order=True), Scheme(method="awq", symmetric=False)], ids=["gptq", "awq"])
-def test_quantised_weights_are_packed_on_the_device(scheme: Scheme, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    folder, implementation = read_supported(save_packed(llama(**sizes), tmp_path, scheme), "auto")
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def load_on_meta(path: Path, name: str) -> Weight:
+    folder, implementation = read_supported(path, "auto")
     files = WeightFiles(folder)
     _, match = match_family(folder.config, implementation, "auto", files)
     assert match
     assert match.tensors
     precision = Precision(torch.float32, files.quantization, torch.float32)  # type: ignore[arg-type]
     with load_weights(files, match.tensors, precision, META) as weights:
-        matrix = weights.load_matrix("layers.0.out.weight")
+        return weights.load_matrix(name)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(act_order=True), Scheme(method="awq", symmetric=False)], ids=["gptq", "awq"])
+def test_quantised_weights_are_packed_on_the_device(scheme: Scheme, tmp_path: Path) -> None:
+    matrix = load_on_meta(save_packed(llama(**WIDE), tmp_path, scheme), "layers.0.out.weight")
     assert isinstance(matrix, QuantizedWeight)
     tensors = [matrix.quants, matrix.scales, *(part for part in (matrix.mins, matrix.order) if part is not None)]
     assert len(tensors) == 3  # with an order, or with mins
     assert all(tensor.is_meta for tensor in tensors)
+    assert reference().pack_linear(matrix).is_meta
+
+
+def test_tables_are_packed_on_the_device(tmp_path: Path) -> None:
+    matrix = load_on_meta(save_tables(llama(**WIDE), tmp_path, TableScheme(outliers=0.02)), "layers.0.qkv.weight")
+    assert isinstance(matrix, TableWeight)
+    assert len(matrix.parts) == 3
+    for part in matrix.parts:
+        assert part.outliers
+        assert all(tensor.is_meta for tensor in (part.codes, part.tables, *part.outliers))
     assert reference().pack_linear(matrix).is_meta
 
 

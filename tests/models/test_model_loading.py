@@ -167,6 +167,13 @@ def test_a_lone_file_under_another_name(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "weights.safetensors", tmp_path / "others.safetensors")
     with pytest.raises(ModelError, match="no weights"):
         logits(tmp_path)
+    for name in ("weights.safetensors", "others.safetensors"):
+        (tmp_path / name).unlink()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    assert_same(tmp_path, model)
+    shutil.copy(tmp_path / "weights.pt", tmp_path / "optimizer.pt")
+    with pytest.raises(ModelError, match="no weights"):
+        logits(tmp_path)
 
 
 def test_a_model_without_its_prefix(tmp_path: Path) -> None:

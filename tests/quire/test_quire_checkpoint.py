@@ -85,7 +85,8 @@ def test_one_format_of_weights_is_fetched() -> None:
     other = ["README.md", "onnx/model.onnx", "tf_model.h5", "flax_model.msgpack", "model.gguf"]
     safe = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert files_to_fetch([*small, *other, *safe, "pytorch_model.bin"]) == [*safe, *small]
-    assert files_to_fetch([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
+    assert files_to_fetch([*small, *other, "pytorch_model.bin", "a.pt"]) == ["pytorch_model.bin", *small]
+    assert files_to_fetch([*small, *other, "sq-llama-7b-w4-s0.pt"]) == ["sq-llama-7b-w4-s0.pt", *small]
     assert files_to_fetch([*small, *other, *safe], weights=False) == small
     assert files_to_fetch(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
 

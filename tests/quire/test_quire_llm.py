@@ -21,6 +21,7 @@ from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan
 from shared.text.bad_words import tokenize_bad_words
 from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.squeezellm_writer import TableScheme, save_tables
 from tests.text.vocabulary import make_vocabulary
 
 PROMPTS = [
@@ -408,9 +409,15 @@ def test_progress_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
-def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["gptq", "squeezellm"])
+def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(
+    method: str, folder: Path, tmp_path: Path
+) -> None:
     with torch.no_grad():
-        save_packed(OPTForCausalLM.from_pretrained(folder), tmp_path, Scheme())
+        if method == "gptq":
+            save_packed(OPTForCausalLM.from_pretrained(folder), tmp_path, Scheme())
+        else:
+            save_tables(OPTForCausalLM.from_pretrained(folder), tmp_path, TableScheme(outliers=0.01))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
 
@@ -421,7 +428,7 @@ def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(fo
         return [next(iter(entry.values())).logprob for entry in (output.prompt_logprobs or [])[1:]]
 
     own, floats = scores(), scores(dtype="float32")
-    assert own == scores(quantization="gptq") == scores(quantization="auto")
+    assert own == scores(quantization=method) == scores(quantization="auto")
     assert floats == scores(quantization="none")
     assert 0 < max(abs(one - other) for one, other in zip(own, floats, strict=True)) < 0.3
 

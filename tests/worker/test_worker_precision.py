@@ -61,7 +61,7 @@ def test_types_are_chosen_by_settings_checkpoint_and_device() -> None:
     assert [chosen().name, chosen(quantization="int4").name] == ["float32", "int4"]
 
 
-@pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
+@pytest.mark.parametrize("own", ["gguf", "gptq", "awq", "squeezellm"])
 def test_a_checkpoint_stays_quantised_unless_a_dtype_is_set(own: str) -> None:
     assert chosen(own=own) == chosen(own=own, quantization=own) == Precision(F32, own, BF16)
     assert chosen(own=own, dtype="float32") == chosen(own=own, quantization="none") == Precision(F32, None, F32)
@@ -70,7 +70,7 @@ def test_a_checkpoint_stays_quantised_unless_a_dtype_is_set(own: str) -> None:
     assert chosen(own=own, quantization="int8") == Precision(F32, "int8", BF16)
 
 
-@pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
+@pytest.mark.parametrize("own", ["gguf", "gptq", "awq", "squeezellm"])
 def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: Any) -> None:
     plain = Precision(F32, None, F32)
     assert chosen(own=own, native=False) == chosen(own=own, quantized_weights=False) == chosen(own="other") == plain
@@ -100,6 +100,10 @@ def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: A
         ({"quantization": "gguf", "own": "gguf", "native": False}, "--quantization gguf needs a family"),
         ({"quantization": "int8", "native": False}, "--quantization int8 needs a family"),
         ({"quantization": "int4", "quantized_weights": False}, "--quantization int4 needs the kernels compiled for"),
+        (
+            {"quantization": "squeezellm"},
+            "--quantization squeezellm: the model is not .*squeezellm",
+        ),
         ({"quantization": "awq", "own": "awq", "device": CUDA}, "--quantization awq needs a CPU: .* not on GPUs yet"),
         ({"kv_cache_dtype": "int8", "native": False}, "--kv-cache-dtype int8 needs a family"),
         ({"kv_cache_dtype": "fp8", "native": False, "device": CUDA}, "--kv-cache-dtype fp8 needs a family"),

@@ -56,8 +56,9 @@ class Fields {
 };
 
 Matrix matrix_of(const Tensor& packed, int64_t outputs, const std::string& format, int64_t bits, bool has_mins,
-                 int64_t zero_point) {
+                 int64_t zero_point, at::TensorList outliers) {
     if (format == "floats") return float_matrix(packed, outputs);
+    if (format == "table") return table_matrix(packed, outputs, outliers);
     if (format == "group") return group_matrix(packed, outputs, bits, has_mins, zero_point);
     TORCH_CHECK(format == "channel", "no kernel for weights of the format ", format);
     return channel_matrix(packed, outputs, bits);
@@ -66,14 +67,19 @@ Matrix matrix_of(const Tensor& packed, int64_t outputs, const std::string& forma
 // A packed matrix, its bias (outputs) and its adapters. It owns the tensors that `matrix` points to.
 struct Projection : torch::CustomClassHolder {
     Tensor packed;
+    std::vector<Tensor> outliers;
     MaybeTensor bias;
     Matrix matrix;
     std::optional<LoraStack> lora;
 
-    // A matrix of floats ignores `bits`, only one with groups reads `has_mins` and `zero_point`.
+    // A matrix of floats ignores `bits`, only one with groups reads `has_mins` and `zero_point`, only one with tables
+    // `outliers`.
     Projection(Tensor packed, int64_t outputs, std::string format, int64_t bits, bool has_mins, int64_t zero_point,
-               MaybeTensor bias)
-        : packed(packed), bias(bias), matrix(matrix_of(packed, outputs, format, bits, has_mins, zero_point)) {
+               std::vector<Tensor> outliers, MaybeTensor bias)
+        : packed(packed),
+          outliers(outliers),
+          bias(bias),
+          matrix(matrix_of(packed, outputs, format, bits, has_mins, zero_point, outliers)) {
         TORCH_CHECK(!bias || (bias->numel() == outputs && bias->is_contiguous() && bias->scalar_type() == at::kFloat),
                     "a bias is float32, one number for each output");
     }
@@ -328,7 +334,7 @@ struct DecoderLayers : torch::CustomClassHolder {
         int64_t width = down.inputs, panels = width / PANEL;
         int64_t group_panels = down.quantized() ? down.activation_group() / PANEL : 1;
         if (down.quantized()) quantized_inner.reset(count, width, down.activation_group());
-        bool keep = !down.quantized() || !adapters.segments.empty();  // the activated rows, in floats
+        bool keep = down.reads_floats() || !adapters.segments.empty();  // the activated rows, in floats
         InputRows input = input_of(*layer.up, normed.data(), count, quantized);
         parallel_for_panels((panels + group_panels - 1) / group_panels, [&](int64_t group) {
             int64_t first = group * group_panels, end = std::min(first + group_panels, panels);
@@ -381,7 +387,7 @@ struct DecoderLayers : torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.class_<Projection>("Projection")
-        .def(torch::init<Tensor, int64_t, std::string, int64_t, bool, int64_t, MaybeTensor>())
+        .def(torch::init<Tensor, int64_t, std::string, int64_t, bool, int64_t, std::vector<Tensor>, MaybeTensor>())
         .def("set_lora", &Projection::set_lora);
     m.class_<DecoderLayers>("DecoderLayers")
         .def(torch::init<FieldValues>())

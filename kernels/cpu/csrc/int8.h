@@ -27,6 +27,12 @@ struct U8x64 {
     void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
     U8x64 low_nibbles() const { return {_mm512_and_si512(v, _mm512_set1_epi8(15))}; }
     U8x64 high_nibbles() const { return {_mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))}; }
+    // Looks each byte of `indices`, 0..15, up among the sixteen bytes of its 128 bits.
+    U8x64 lookup(U8x64 indices) const { return {_mm512_shuffle_epi8(v, indices.v)}; }
+    // Returns the sixteen bytes at p four times.
+    static U8x64 repeat_sixteen(const int8_t* p) {
+        return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
     // Returns each of 16 bytes four times, one after another.
     static U8x64 repeat_four(const uint8_t* p) {
         __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -92,6 +98,13 @@ struct U8x64 {
         return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)};
     }
     U8x64 high_nibbles() const { return U8x64{_mm256_srli_epi16(lo, 4), _mm256_srli_epi16(hi, 4)}.low_nibbles(); }
+    U8x64 lookup(U8x64 indices) const {
+        return {_mm256_shuffle_epi8(lo, indices.lo), _mm256_shuffle_epi8(hi, indices.hi)};
+    }
+    static U8x64 repeat_sixteen(const int8_t* p) {
+        __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return {twice, twice};
+    }
     static U8x64 repeat_four(const uint8_t* p) {
         auto half = [](const uint8_t* q) {
             __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q)));
@@ -206,6 +219,91 @@ struct NibbleSum {
         return {_mm256_madd_epi16(lo, pairs(factor.lo)), _mm256_madd_epi16(hi, pairs(factor.hi))};
     }
 };
+
+#endif
+
+// Sums of products with numbers of thirteen bits, 64 high + low. A lane adds the numbers 4i..4i+3 times signed bytes, of
+// which the sixteen at `q` are repeated.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+struct SplitSum {
+    I32x16 low, high;
+    static SplitSum zero() { return {I32x16::set(0), I32x16::set(0)}; }
+    void add_products(U8x64 low_bytes, U8x64 high_bytes, const int8_t* q) {
+        U8x64 repeated = U8x64::repeat_sixteen(q);
+        low.add_products(low_bytes, repeated);
+        high.add_products(high_bytes, repeated);
+    }
+    I32x16 total() const { return high.shift_left<6>() + low; }
+};
+
+#else
+
+// Two products of seven bits and a signed byte are at most 2 * 127 * 127, which sixteen bits hold.
+struct SplitSum {
+    I32x16 sum;
+    static SplitSum zero() { return {I32x16::set(0)}; }
+    void add_products(U8x64 low_bytes, U8x64 high_bytes, const int8_t* q) {
+        __m256i repeated = U8x64::repeat_sixteen(q).lo;
+        auto add = [&](__m256i& sum, __m256i low, __m256i high) {
+            __m256i left = _mm256_madd_epi16(_mm256_maddubs_epi16(low, repeated), _mm256_set1_epi16(1));
+            __m256i right = _mm256_madd_epi16(_mm256_maddubs_epi16(high, repeated), _mm256_set1_epi16(64));
+            sum = _mm256_add_epi32(sum, _mm256_add_epi32(left, right));
+        };
+        add(sum.lo, low_bytes.lo, high_bytes.lo);
+        add(sum.hi, low_bytes.hi, high_bytes.hi);
+    }
+    I32x16 total() const { return sum; }
+};
+
+// Writes the 64 numbers to `numbers`, in the order in which `add_wide_products` reads them.
+inline void join_halves(U8x64 low, U8x64 high, int16_t* numbers) {
+    __m256i factors = _mm256_set1_epi16(64 << 8 | 1);
+    __m256i* target = reinterpret_cast<__m256i*>(numbers);
+    auto join = [&](__m256i low, __m256i high) {
+        _mm256_storeu_si256(target++, _mm256_maddubs_epi16(_mm256_unpacklo_epi8(low, high), factors));
+        _mm256_storeu_si256(target++, _mm256_maddubs_epi16(_mm256_unpackhi_epi8(low, high), factors));
+    };
+    join(low.lo, high.lo);
+    join(low.hi, high.hi);
+}
+
+// Adds what `SplitSum` would add, for sixteen numbers q of 16 bits.
+[[gnu::always_inline]] inline void add_wide_products(I32x16& sum, const int16_t* numbers, const int16_t* q) {
+    const __m256i* w = reinterpret_cast<const __m256i*>(numbers);
+    auto repeat = [](const int16_t* p) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    };
+    __m256i first = repeat(q), second = repeat(q + 8);
+    auto dot = [&](const __m256i* w) {
+        return _mm256_add_epi32(_mm256_madd_epi16(first, _mm256_loadu_si256(w)),
+                                _mm256_madd_epi16(second, _mm256_loadu_si256(w + 1)));
+    };
+    sum.lo = _mm256_add_epi32(sum.lo, dot(w));
+    sum.hi = _mm256_add_epi32(sum.hi, dot(w + 2));
+}
+
+#endif
+
+// Adds the four lanes of each 128 bits. Their sums, of a, b, c and d, follow one another.
+#if defined(__AVX512VNNI__)
+
+inline I32x16 add_within_lanes(I32x16 a, I32x16 b, I32x16 c, I32x16 d) {
+    auto fold = [](__m512i x, __m512i y) {
+        return _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+    };
+    __m512i ab = fold(a.v, b.v), cd = fold(c.v, d.v);
+    return {_mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))};
+}
+
+#else
+
+inline I32x16 add_within_lanes(I32x16 a, I32x16 b, I32x16 c, I32x16 d) {
+    auto fold = [](__m256i w, __m256i x, __m256i y, __m256i z) {
+        return _mm256_hadd_epi32(_mm256_hadd_epi32(w, x), _mm256_hadd_epi32(y, z));
+    };
+    return {fold(a.lo, b.lo, c.lo, d.lo), fold(a.hi, b.hi, c.hi, d.hi)};
+}
 
 #endif
 

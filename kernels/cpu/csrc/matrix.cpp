@@ -10,12 +10,14 @@ namespace quire {
 void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t count, int64_t panel, float* sums);
 void group_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums);
 void channel_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums);
+void table_panel_matmul(const Matrix& w, const InputRows& input, int64_t panel, float* sums);
 
 void panel_matmul(const Matrix& w, const InputRows& input, int64_t panel, float* sums) {
     switch (w.format) {
         case WeightFormat::floats: return float_panel_matmul(w, input.x, input.stride, input.rows, panel, sums);
         case WeightFormat::group: return group_panel_matmul(w, *input.quantized, panel, input.rows, sums);
         case WeightFormat::channel: return channel_panel_matmul(w, *input.quantized, panel, input.rows, sums);
+        case WeightFormat::table: return table_panel_matmul(w, input, panel, sums);
     }
 }
 

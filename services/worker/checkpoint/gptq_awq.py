@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, Rows, unpack_awq, unpack_words
+from kernels.quantized import QUANT_GROUP_SIZE, Layout, QuantizedWeight, Rows, unpack_awq, unpack_words
 from services.worker.checkpoint.quantization_config import QuantizationConfig
 from shared.errors import ModelError
 from shared.gguf.tensor_data import Region
@@ -149,7 +149,7 @@ class PackedWeights:
         return [tensor for suffix, tensor in tensors if self._tensors[module + suffix].mapped(module + suffix)]
 
     @property
-    def method(self) -> Literal["gptq", "awq"]:
+    def method(self) -> Literal["gptq", "awq", "squeezellm"]:
         return self._config.method
 
     def get_tensor(self, name: str, region: Region = ()) -> Tensor:
@@ -185,8 +185,8 @@ class PackedWeights:
             mins, zero_point = (zero_points.float() * -matrix.scales.T.float()).half(), 0
             if not mins.isfinite().all():
                 return None
-        layout, bits = self._config.method, self._config.bits
-        return QuantizedWeight(bits, matrix.qweight, scales.T, mins, zero_point, order, layout, group_size)
+        layout: Layout = "awq" if self._config.method == "awq" else "gptq"
+        return QuantizedWeight(self._config.bits, matrix.qweight, scales.T, mins, zero_point, order, layout, group_size)
 
     def _part(self, name: str, region: Region) -> _PackedMatrix:
         """Return what `region` takes of the outputs and the inputs of a matrix. Groups keep their numbers."""

@@ -26,6 +26,7 @@ WeightFormat = Literal["auto", "safetensors", "pt", "gguf"]
 
 _CONFIG = "config.json"
 _FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
+_ONLY_FILES = {"safetensors": "*.safetensors", "pt": "*.pt"}  # SqueezeLLM's tool writes the latter
 
 
 class ModelFolder(NamedTuple):
@@ -95,9 +96,10 @@ def find_weights(folder: Path, requested: WeightFormat) -> tuple[str, list[Path]
             return format, [single]
         if index.exists():
             return format, _check_shards(index)
-    others = list(folder.glob("*.safetensors")) if "safetensors" in formats else []
-    if len(others) == 1:  # under another name, but it is the only one
-        return "safetensors", others
+    for format, pattern in _ONLY_FILES.items():
+        others = list(folder.glob(pattern)) if format in formats else []
+        if len(others) == 1:  # under another name, but it is the only one
+            return format, others
     raise ModelError(f"{folder}: no weights; none of {', '.join(formats.values())} or their .index.json is there")
 
 

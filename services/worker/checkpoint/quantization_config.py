@@ -1,4 +1,4 @@
-"""`QuantizationConfig`: how a GPTQ or AWQ checkpoint packs its quantised weights.
+"""`QuantizationConfig`: how a GPTQ, AWQ or SqueezeLLM checkpoint packs its quantised weights.
 
 The settings are in `quantization_config` of config.json, or in a file that the quantisation tool wrote beside it. Any
 other setting that would change what the numbers mean is refused by name. This module imports no torch, since the
@@ -14,11 +14,14 @@ from msgspec import Struct
 from services.worker.checkpoint.config_json import ConfigJson, convert
 from shared.errors import ModelError
 
-CheckpointQuantization = Literal["gguf", "gptq", "awq"]
+CheckpointQuantization = Literal["gguf", "gptq", "awq", "squeezellm"]
 """Formats of quantised checkpoints whose quants matmuls use directly, without dequantising them."""
 
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
-"""Files that AutoGPTQ and AutoAWQ write beside config.json; some tools write AWQ's settings under the first name."""
+"""Files that AutoGPTQ and AutoAWQ write beside config.json; some tools write AWQ's settings under the first name.
+
+SqueezeLLM's own tool writes the second one, with `wbits` and nothing else.
+"""
 
 MARKER_FILES = ("hf_quant_config.json",)
 """Files of other tools. They mean that weights are quantised, although config.json does not say so."""
@@ -26,7 +29,7 @@ MARKER_FILES = ("hf_quant_config.json",)
 QUANT_GROUP_SIZE = 32  # that of kernels.quantized, which imports torch
 _SUPPORTED = (
     "quant_method gptq with 4 or 8 bits and awq with 4, of one group_size that is a multiple of 32 or -1, in the "
-    "layouts gptq, gptq_v2 and gemm"
+    "layouts gptq, gptq_v2 and gemm; squeezellm with 4 bits"
 )
 
 _SPELLINGS = {
@@ -42,9 +45,12 @@ _AWQ_ONLY = frozenset(("w_bit", "q_group_size", "zero_point", "version"))
 
 
 class QuantizationConfig(Struct, frozen=True):
-    """weight[n, k] = scale[g, n] * (quant[n, k] - zero_point[g, n]), quants and zero points as bits of int32."""
+    """weight[n, k] = scale[g, n] * (quant[n, k] - zero_point[g, n]), quants and zero points as bits of int32.
 
-    method: Literal["gptq", "awq"]
+    SqueezeLLM has tables in place of groups, and no setting but the bits: services/worker/checkpoint/squeezellm.py.
+    """
+
+    method: Literal["gptq", "awq", "squeezellm"]
     bits: int
     group_size: int  # inputs; -1: all of them
     zero_offset: int = 0  # subtracted from each zero point before it was stored
@@ -151,6 +157,8 @@ def _method(settings: _Settings) -> Any:
     _, method = settings.find("quant_method")
     if method is not None:
         return method
+    if settings.find("bits")[0] == "wbits" and settings.find("group_size")[1] is None:
+        return "squeezellm"
     return "awq" if settings.source == "quant_config.json" or _AWQ_ONLY & settings.values.keys() else "gptq"
 
 
@@ -170,7 +178,9 @@ def _unexplained_marker(config: ConfigJson, files: Mapping[str, bytes]) -> str |
 
 
 def _parse(settings: _Settings) -> QuantizationConfig:
-    method = settings.one_of("quant_method", ("gptq", "awq"), "")
+    method = settings.one_of("quant_method", ("gptq", "awq", "squeezellm"), "")
+    if method == "squeezellm":
+        return QuantizationConfig(method, settings.one_of("bits", (4,)), -1)
     group_size = settings.integer("group_size")
     if group_size != -1 and (group_size < 1 or group_size % QUANT_GROUP_SIZE):
         raise settings.unsupported(settings.find("group_size")[0], group_size)

@@ -17,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.quantized import QuantizedWeight, Rows, StackedWeight
+from kernels.table_weight import TableWeight
 from services.worker.checkpoint.gguf import GGUFWeights
 from services.worker.checkpoint.gptq_awq import PackedWeights, Shard
 from services.worker.checkpoint.model_folder import ModelFolder, WeightFormat, find_weights, ignored_index
-from services.worker.checkpoint.quantization_config import CheckpointQuantization
+from services.worker.checkpoint.quantization_config import CheckpointQuantization, QuantizationConfig
+from services.worker.checkpoint.squeezellm import SqueezeLLMWeights
 from shared.errors import ModelError
 from shared.gguf.tensor_data import Region
 
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of weights. Tensors of other types hold quants, which mean nothing without their scales."""
+
+_Packed = PackedWeights | SqueezeLLMWeights
+_Quantized = _Packed | GGUFWeights
 
 
 class WeightFiles:
@@ -42,7 +47,7 @@ class WeightFiles:
         self._shards: dict[str, Shard] = {}  # by tensor
         for shard in self._open():
             self._shards |= dict.fromkeys(shard.keys(), shard)
-        self._packed = PackedWeights(dict(self._shards), folder.quantization) if folder.quantization else None
+        self._packed = _find_packed(dict(self._shards), folder.quantization) if folder.quantization else None
         if self._packed:
             self._hide_packed_tensors(self._packed)
 
@@ -53,7 +58,7 @@ class WeightFiles:
         opener: Callable[[Path], Shard] = _SafetensorsShard if self._format == "safetensors" else _PickledShard
         yield from map(opener, self.paths)
 
-    def _hide_packed_tensors(self, packed: PackedWeights) -> None:
+    def _hide_packed_tensors(self, packed: _Packed) -> None:
         """Replace the tensors that packed matrices are made from by these matrices."""
         if twice := [name for name in packed.keys() if name in self._shards]:  # noqa: SIM118  (it is not a mapping)
             raise ModelError(f"tensor {twice[0]} is there twice: also as quants (qweight)")
@@ -70,16 +75,16 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype:
         """Return the type in which the tensor called `name` is stored, without reading it."""
         shard = self._shards[name]
-        return shard.dtype(name) if isinstance(shard, GGUFWeights | PackedWeights) else self.get(name).dtype
+        return shard.dtype(name) if isinstance(shard, _Quantized) else self.get(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor called `name`, without reading it."""
         shard = self._shards[name]
-        return shard.shape(name) if isinstance(shard, GGUFWeights | PackedWeights) else tuple(self.get(name).shape)
+        return shard.shape(name) if isinstance(shard, _Quantized) else tuple(self.get(name).shape)
 
     def outputs_first(self, name: str) -> bool:
         """Return whether the matrix called `name` is (outputs, inputs), even if the family transposes its weights."""
-        return isinstance(self._shards.get(name), PackedWeights)
+        return isinstance(self._shards.get(name), _Packed)
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -102,14 +107,14 @@ class WeightFiles:
     def is_quantized(self, name: str) -> bool:
         """Return whether the tensor called `name` is quantised, in any format."""
         shard = self._shards[name]
-        return isinstance(shard, PackedWeights) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
+        return isinstance(shard, _Packed) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
 
-    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | StackedWeight | None:
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | StackedWeight | TableWeight | None:
         """Return what `region` takes of the matrix called `name` (outputs, inputs) with its quants, or None if matmuls
         cannot use them.
         """
         shard = self._shards[name]
-        return shard.get_quantized(name, region) if isinstance(shard, GGUFWeights | PackedWeights) else None
+        return shard.get_quantized(name, region) if isinstance(shard, _Quantized) else None
 
     def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
         """Return the parts of mapped files that `get` reads; none if the tensor is in memory."""
@@ -137,6 +142,10 @@ class WeightFiles:
             yield
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{self.paths[0].parent}: tensor {name} cannot be read: {error}") from error
+
+
+def _find_packed(tensors: Mapping[str, Shard], config: QuantizationConfig) -> _Packed:
+    return SqueezeLLMWeights(tensors) if config.method == "squeezellm" else PackedWeights(tensors, config)
 
 
 def open_shard(path: Path) -> Shard:

@@ -17,7 +17,18 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, FloatWeight, RoundedWeight, Rows, Weight, row_blocks, stack
+from kernels.quantized import (
+    QUANT_GROUP_SIZE,
+    FloatWeight,
+    QuantizedWeight,
+    RoundedWeight,
+    Rows,
+    StackedWeight,
+    Weight,
+    row_blocks,
+    stack,
+)
+from kernels.table_weight import TableWeight
 from services.worker.checkpoint.mapped_pages import release, will_need
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
@@ -80,8 +91,7 @@ class CheckpointWeights:
         self._pages.proceed_to(name)
         pieces, precision = self._sources[name], self._precision
         if precision.quantization in get_args(CheckpointQuantization):
-            stored = [self._files.get_quantized(piece.name, piece.region) for piece in pieces]
-            matrix = stack([part for part in stored if part is not None]) if all(stored) else None
+            matrix = _joined([self._files.get_quantized(piece.name, piece.region) for piece in pieces])
             if matrix is not None:
                 self._report(_elements(pieces) * self.dtype.itemsize)
                 return matrix.to(self.device)
@@ -204,7 +214,7 @@ def load_weights(
         weights = CheckpointWeights(files, sources, precision, device, report)
         yield weights
     if names := weights.dequantized:
-        reason = "matmuls take Q4_0, Q4_1, Q8_0, and groups of 32 inputs, the same in all parts of one matrix"
+        reason = "matmuls take Q4_0, Q4_1, Q8_0, groups of 32 inputs, and tables, the same in all parts of one matrix"
         logger.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
 
 
@@ -215,6 +225,17 @@ def float_matrix(parts: Sequence[Rows], precision: Precision) -> FloatWeight | R
     if precision.quantization not in ("int8", "int4") or parts[0].shape[1] % QUANT_GROUP_SIZE:
         return FloatWeight(precision.dtype, parts)
     return RoundedWeight(8 if precision.quantization == "int8" else 4, parts)
+
+
+def _joined(
+    parts: Sequence[QuantizedWeight | StackedWeight | TableWeight | None],
+) -> QuantizedWeight | StackedWeight | TableWeight | None:
+    """Return one weight with the outputs of all `parts`; None if matmuls cannot use it."""
+    tables = [part for part in parts if isinstance(part, TableWeight)]
+    if tables and len(tables) == len(parts):
+        return TableWeight([inner for part in tables for inner in part.parts])
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight | StackedWeight)]
+    return stack(quantized) if len(quantized) == len(parts) else None
 
 
 def _elements(pieces: Sequence[Piece]) -> int:

@@ -30,6 +30,7 @@ _DESCRIPTIONS: dict[CheckpointQuantization, str] = {
     "gguf": "a GGUF file with blocks of Q4_0, Q4_1 or Q8_0",
     "gptq": "a checkpoint whose quantization_config says gptq",
     "awq": "a checkpoint whose quantization_config says awq",
+    "squeezellm": "a checkpoint whose quantization_config says squeezellm",
 }
 
 
