@@ -10,6 +10,7 @@
 
 #include "attention_products.h"
 #include "attention_segments.h"
+#include "quant_scale.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -32,22 +33,19 @@ struct ValueScales {
     void set(const Segment<int8_t>& segment, KeyRange range) {
         if (keys == range) return;
         keys = range;
-        F32x16 max_lanes = F32x16::zero(), nan_lanes = F32x16::zero();
+        AbsMax largest;
         int first = range.from / KEY_GROUP, end = (range.to + KEY_GROUP - 1) / KEY_GROUP;
         for (int g = first; g < end; g++) {
             F32x16 scales = F32x16::load(segment.value_scale[g]);
             if (g == first || g == end - 1)
                 scales = scales.keep_lanes(range.from - g * KEY_GROUP, range.to - g * KEY_GROUP, 0.0f);
-            max_lanes = max(max_lanes, scales);
-            nan_lanes = fma(scales, F32x16::zero(), nan_lanes);
+            largest.add(scales);
             scales.store(factors + g * KEY_GROUP);
         }
-        float largest = reduce_max(max_lanes);
-        bool tiny = largest < 1e-30f;  // its inverse would overflow
-        F32x16 inverse = F32x16::set(tiny ? 0.0f : MAX_UNSIGNED / largest);
+        QuantScale quants = largest.scale_to(MAX_UNSIGNED);
         for (int i = first * KEY_GROUP; i < end * KEY_GROUP; i += KEY_GROUP)
-            min(F32x16::load(factors + i) * inverse, F32x16::set(MAX_UNSIGNED)).store(factors + i);
-        quantum = (tiny ? 0.0f : largest / MAX_UNSIGNED) + reduce_sum(nan_lanes);
+            min(F32x16::load(factors + i) * quants.inverse, F32x16::set(MAX_UNSIGNED)).store(factors + i);
+        quantum = quants.scale;
     }
 };
 

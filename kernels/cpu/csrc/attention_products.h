@@ -15,6 +15,7 @@
 
 #include "int8.h"
 #include "kv_cache.h"
+#include "quant_scale.h"
 #include "simd.h"
 
 namespace quire {
@@ -160,22 +161,16 @@ struct Products<int8_t> {
 
     // The scale is NaN if the query is not finite. The offset undoes the 128 that each key has too much.
     static QueryScale store_query(const float* q, int64_t dim, int8_t* row) {
-        F32x16 max_lanes = F32x16::zero(), nan_lanes = F32x16::zero(), sums = F32x16::zero();
+        AbsMax max_abs;
+        for (int64_t d = 0; d < dim; d += 16) max_abs.add(F32x16::load(q + d));
+        QuantScale quants = max_abs.scale_to(MAX_SIGNED);
+        F32x16 sums = F32x16::zero();
         for (int64_t d = 0; d < dim; d += 16) {
-            F32x16 x = F32x16::load(q + d);
-            max_lanes = max(max_lanes, x.abs());
-            nan_lanes = fma(x, F32x16::zero(), nan_lanes);
+            F32x16 rounded = (F32x16::load(q + d) * quants.inverse).round();
+            store_signed(rounded, row, dim, d);
+            sums = sums + rounded;
         }
-        float max_abs = reduce_max(max_lanes);
-        bool tiny = max_abs < 1e-30f;  // its inverse would overflow
-        F32x16 inverse = F32x16::set(tiny ? 0.0f : MAX_SIGNED / max_abs);
-        for (int64_t d = 0; d < dim; d += 16) {
-            F32x16 quants = (F32x16::load(q + d) * inverse).round();
-            store_signed(quants, row, dim, d);
-            sums = sums + quants;
-        }
-        float scale = (tiny ? 0.0f : max_abs / MAX_SIGNED) + reduce_sum(nan_lanes);
-        return {scale, std::isfinite(scale) ? 128 * int32_t(reduce_sum(sums)) : 0};
+        return {quants.scale, std::isfinite(quants.scale) ? 128 * int32_t(reduce_sum(sums)) : 0};
     }
     // Weights lie between 0 and MAX_UNSIGNED.
     static void store_weights(F32x16 weights, int8_t* row, int64_t count, int64_t first) {

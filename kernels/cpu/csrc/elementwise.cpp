@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "elementwise.h"
+#include "quant_scale.h"
 #include "simd.h"
 
 namespace quire {
@@ -51,19 +52,14 @@ float convert(const float* x, int64_t count, T* out) {
 // Sets `out` to x as int8 quants, the largest of which is 127 or -127, and returns their scale, which is NaN if x is not
 // finite. Writes whole vectors.
 float convert(const float* x, int64_t count, int8_t* out) {
-    F32x16 max_lanes = F32x16::zero(), nan_lanes = F32x16::zero(), limit = F32x16::set(127.0f);
+    AbsMax max_abs;
+    for_each_vector(count, [&](int64_t i, int n) { max_abs.add(load_partial(x + i, n)); });
+    QuantScale quants = max_abs.scale_to(127.0f);
+    F32x16 limit = F32x16::set(127.0f);
     for_each_vector(count, [&](int64_t i, int n) {
-        F32x16 value = load_partial(x + i, n);
-        max_lanes = max(max_lanes, value.abs());
-        nan_lanes = fma(value, F32x16::zero(), nan_lanes);  // NaN * 0 and inf * 0 are NaN
+        max(min(load_partial(x + i, n) * quants.inverse, limit), F32x16::zero() - limit).store(out + i);
     });
-    float max_abs = reduce_max(max_lanes);
-    bool tiny = max_abs < 1e-30f;  // its inverse would overflow
-    F32x16 inverse = F32x16::set(tiny ? 0.0f : 127.0f / max_abs);
-    for_each_vector(count, [&](int64_t i, int n) {
-        max(min(load_partial(x + i, n) * inverse, limit), F32x16::zero() - limit).store(out + i);
-    });
-    return (tiny ? 0.0f : max_abs / 127.0f) + reduce_sum(nan_lanes);
+    return quants.scale;
 }
 
 // Stores a key and a value of one head in a slot. `k` and `v` are that head's part of a block, `row` (padded_dim) is

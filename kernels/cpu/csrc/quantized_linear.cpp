@@ -30,14 +30,22 @@
 namespace quire {
 namespace {
 
+// Terms that are multiplied together, and vectors of their sums that fit into the registers with the other operands: if
+// those of both halves of a panel do not, the halves are computed one after the other.
 #if defined(__AVX512VNNI__)
-constexpr int TERM_TILE = 6;  // terms: their sums, 12 vectors of int32, and what is added to them fit into registers
-constexpr int DIRECT_TERMS = TERM_TILE;  // with more of them, 4 bits are widened once for all
+template <int BITS>
+constexpr int TERM_TILE = 6;
+constexpr int TILE_SUMS = 12;
+constexpr int DIRECT_TERMS = 6;  // with more terms, 4 bits are widened once for all
 #elif defined(__AVXVNNI__)
+template <int BITS>
 constexpr int TERM_TILE = 2;
-constexpr int DIRECT_TERMS = TERM_TILE;
+constexpr int TILE_SUMS = 4;
+constexpr int DIRECT_TERMS = 2;
 #else
-constexpr int TERM_TILE = 2;
+template <int BITS>
+constexpr int TERM_TILE = BITS == 4 ? 4 : 2;
+constexpr int TILE_SUMS = 4;
 constexpr int DIRECT_TERMS = std::numeric_limits<int>::max();  // products of 4 bits need half the time
 #endif
 
@@ -48,66 +56,83 @@ struct Record {
     static constexpr int bytes = quant_bytes + PANEL * 2 * (MINS ? 2 : 1);
 };
 
-// Calls f(left, right, k) for each quad of inputs k..k+3, with the quants of the panel's halves. The loops are unrolled
-// explicitly: otherwise the compiler would keep an array of sums in f in memory instead of registers.
-template <int BITS, class F>
+// Calls f(x, k) for each quad of inputs k..k+3, where x are the quants of HALVES halves of the panel, and `quants` begins
+// with the first of them. The loops are unrolled explicitly: otherwise the compiler would keep an array of sums in f in
+// memory instead of registers.
+template <int BITS, int HALVES, class F>
 [[gnu::always_inline]] inline void for_each_quad(const uint8_t* quants, F&& f) {
-    if constexpr (BITS == 8) {
 #pragma GCC unroll 8
-        for (int s = 0; s < 8; s++) f(U8x64::load(quants + s * 128), U8x64::load(quants + s * 128 + 64), 4 * s);
-    } else {
-#pragma GCC unroll 4
-        for (int s = 0; s < 4; s++) {
-            U8x64 left = U8x64::load(quants + s * 128), right = U8x64::load(quants + s * 128 + 64);
-            f(left.low_nibbles(), right.low_nibbles(), 4 * s);
-            f(left.high_nibbles(), right.high_nibbles(), 16 + 4 * s);
+    for (int s = 0; s < BITS; s++) {
+        U8x64 x[HALVES];
+#pragma GCC unroll 2
+        for (int half = 0; half < HALVES; half++) x[half] = U8x64::load(quants + s * 128 + half * 64);
+        if constexpr (BITS == 8) {
+            f(x, 4 * s);
+        } else {
+            U8x64 nibbles[HALVES];
+#pragma GCC unroll 2
+            for (int half = 0; half < HALVES; half++) nibbles[half] = x[half].low_nibbles();
+            f(nibbles, 4 * s);
+#pragma GCC unroll 2
+            for (int half = 0; half < HALVES; half++) nibbles[half] = x[half].high_nibbles();
+            f(nibbles, 16 + 4 * s);
         }
     }
 }
 
 void widen_quants(const uint8_t* quants, uint8_t* wide) {
-    for_each_quad<4>(quants, [&](U8x64 left, U8x64 right, int k) {
-        left.store(wide + k * 32);
-        right.store(wide + k * 32 + 64);
+    for_each_quad<4, 2>(quants, [&](const U8x64 (&x)[2], int k) {
+        x[0].store(wide + k * 32);
+        x[1].store(wide + k * 32 + 64);
     });
 }
 
-// sums[row] (32 outputs) += N terms times the quants of one group. The mins follow the 32 scales.
+// Adds N terms times the quants of one group, for HALVES halves of the panel, to the sums of their rows. The mins follow
+// the 32 scales.
+template <int N, int HALVES, int BITS, bool MINS>
+void multiply_halves(const uint8_t* quants, const fp16* scales, int zero_point, const int8_t* q, const Term* term,
+                     float* sums) {
+    using Sum = std::conditional_t<BITS == 4, NibbleSum, I32x16>;
+    Sum dot[HALVES][N];
+#pragma GCC unroll 2
+    for (int half = 0; half < HALVES; half++)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) dot[half][n] = Sum::set(MINS ? 0 : -zero_point * term[n].total);
+    for_each_quad<BITS, HALVES>(quants, [&](const U8x64 (&x)[HALVES], int k) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+            for (int half = 0; half < HALVES; half++) dot[half][n].add_dot(x[half], q + n * QUANT_GROUP_SIZE + k);
+    });
+#pragma GCC unroll 2
+    for (int half = 0; half < HALVES; half++) {
+        F32x16 scale = F32x16::load(scales + half * 16), min;
+        if (MINS) min = F32x16::load(scales + PANEL + half * 16);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) {
+            float* row_sums = sums + term[n].row * PANEL + half * 16;
+            F32x16 product_scale = scale * F32x16::set(term[n].scale);
+            F32x16 sum = fma(dot[half][n].total().to_float(), product_scale, F32x16::load(row_sums));
+            if (MINS) sum = fma(min, F32x16::set(term[n].shift), sum);
+            sum.store(row_sums);
+        }
+    }
+}
+
 template <int N, int BITS, bool MINS>
 void multiply_tile(const uint8_t* quants, const fp16* scales, int zero_point, const int8_t* q, const Term* term,
                    float* sums) {
-    using Sum = std::conditional_t<BITS == 4, NibbleSum, I32x16>;
-    Sum left[N], right[N];
-#pragma GCC unroll 16
-    for (int n = 0; n < N; n++) left[n] = right[n] = Sum::set(MINS ? 0 : -zero_point * term[n].total);
-    for_each_quad<BITS>(quants, [&](U8x64 left_quants, U8x64 right_quants, int k) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int n = 0; n < N; n++) {
-            left[n].add_dot(left_quants, q + n * QUANT_GROUP_SIZE + k);
-            right[n].add_dot(right_quants, q + n * QUANT_GROUP_SIZE + k);
-        }
-    });
-    F32x16 scale[2] = {F32x16::load(scales), F32x16::load(scales + 16)}, min[2];
-    if (MINS)
-        for (int half = 0; half < 2; half++) min[half] = F32x16::load(scales + PANEL + half * 16);
-    auto add = [&](const I32x16& dot, const Term& term, int half) __attribute__((always_inline)) {
-        float* row_sums = sums + term.row * PANEL + half * 16;
-        F32x16 sum = fma(dot.to_float(), scale[half] * F32x16::set(term.scale), F32x16::load(row_sums));
-        if (MINS) sum = fma(min[half], F32x16::set(term.shift), sum);
-        sum.store(row_sums);
-    };
-#pragma GCC unroll 16
-    for (int n = 0; n < N; n++) {
-        add(left[n].total(), term[n], 0);
-        add(right[n].total(), term[n], 1);
-    }
+    constexpr int HALVES = 2 * N <= TILE_SUMS ? 2 : 1;
+    for (int half = 0; half < 2; half += HALVES)
+        multiply_halves<N, HALVES, BITS, MINS>(quants + half * 64, scales + half * 16, zero_point, q, term,
+                                               sums + half * 16);
 }
 
 template <int BITS, bool MINS>
 void multiply_group(const uint8_t* record, int zero_point, const Terms& terms, float* sums) {
     const fp16* scales = reinterpret_cast<const fp16*>(record + Record<BITS, MINS>::quant_bytes);
     auto multiply_terms = [&](auto bits, const uint8_t* quants) {
-        for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
+        for_even_tiles<TERM_TILE<bits>>(terms.count, [&](auto n, int64_t first) {
             const int8_t* q = terms.q + first * QUANT_GROUP_SIZE;
             multiply_tile<n, bits, MINS>(quants, scales, zero_point, q, terms.term + first, sums);
         });
