@@ -26,9 +26,6 @@ from quire.outputs import RequestStateStats
 from shared.errors import ConfigError, InvalidRequest
 from tests.deploy.test_deploy_kubernetes import BASE, ROOT, config, container, resource
 
-needs_tensor_parallel = pytest.mark.skip(reason="needs tensor parallel")
-"""Take this away when an engine may have several ranks."""
-
 
 def figures(llm: LLM) -> dict[str, float]:
     """Return the values of an engine's metrics that have one."""
@@ -138,7 +135,6 @@ def test_multi_lora_serving(llama_2_7b: Path, adapters: Path, monkeypatch: pytes
 # Performance optimization
 
 
-@needs_tensor_parallel
 def test_tensor_parallelism(llama_2_7b: Path) -> None:
     """Two ranks on the CPU in place of the guide's eight GPUs: the same tokens as one, but for near ties of float32."""
     prompts, greedy = ["Hello, my name is", "The capital of France is"], SamplingParams(temperature=0, max_tokens=8)
