@@ -30,8 +30,10 @@ def run_ranks(task: Callable[[RankGroup], None], tp: int, pp: int, rendezvous: s
 
 def _run_rank(task: Callable[[RankGroup], None], parallel: ParallelConfig, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    with connected(RankGroup(parallel, CPU, rendezvous, TIMEOUT), "boot.1") as group:
-        task(group)
+    group = RankGroup(parallel, CPU, rendezvous, TIMEOUT)
+    for key in ("boot.1", "boot.2"):  # two epochs
+        with connected(group, key):
+            task(group)
 
 
 def exchange(group: RankGroup) -> None:
