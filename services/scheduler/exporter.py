@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
@@ -61,6 +61,12 @@ class WorkerMetrics:
     """Metrics of the workers of one engine. The scheduler's loop writes them. Times are parameters, in seconds."""
 
     def __init__(self, engine: str) -> None:
+        registered = Gauge(
+            "quire:registered_workers",
+            "Workers that have registered: the ranks that compute, and those that wait in line.",
+            LABELS,
+            registry=None,
+        )
         epochs = Counter("quire:epochs", "Configurations of a worker, the first one included.", LABELS, registry=None)
         detection = Histogram(
             "quire:worker_detection_seconds",
@@ -76,13 +82,18 @@ class WorkerMetrics:
             buckets=RECOVERY_BUCKETS,
             registry=None,
         )
-        self.all: tuple[Collector, ...] = (epochs, detection, recovery)
+        self.all: tuple[Collector, ...] = (registered, epochs, detection, recovery)
+        self._registered = registered.labels(engine)
         self._epochs, self._detection, self._recovery = (
             epochs.labels(engine),
             detection.labels(engine),
             recovery.labels(engine),
         )
         self._lost: float | None = None  # when the worker was lost; None: nothing waits for another one
+
+    def note_registered(self, count: int) -> None:
+        """Note how many workers are registered."""
+        self._registered.set(count)
 
     def note_epoch(self) -> None:
         """Note that a worker is configured."""

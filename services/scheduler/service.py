@@ -287,6 +287,7 @@ class Service:
         snapshot = Snapshot() if self.engine is None else self.engine.snapshot
         rate = self._throughput.rate(snapshot.generation_tokens, now)
         self.snapshot = replace(snapshot, tokens_per_second=rate)
+        self.worker_metrics.note_registered(self._workers.num_registered)
         ready = self._workers.progressing(now)
         self._gateways.status(Status(ready, self._drain_requested, self.snapshot, self._heartbeats.stats))
 

@@ -163,11 +163,22 @@ class WorkerGroup:
 
 def complete_group(workers: Iterable[Registration]) -> list[Registration]:
     """Return the first worker of each rank, in order; none if a rank is missing. All must be of groups of one size."""
+    by_rank = _first_by_rank(workers)
+    complete = by_rank and len(by_rank) == next(iter(by_rank.values())).register.world_size
+    return [by_rank[rank] for rank in sorted(by_rank)] if complete else []
+
+
+def missing_ranks(workers: Iterable[Registration], world_size: int) -> list[int]:
+    """Return the ranks of which there is no worker."""
+    by_rank = _first_by_rank(workers)
+    return [rank for rank in range(world_size) if rank not in by_rank]
+
+
+def _first_by_rank(workers: Iterable[Registration]) -> dict[int, Registration]:
     by_rank: dict[int, Registration] = {}
     for worker in workers:
         by_rank.setdefault(worker.register.rank, worker)
-    complete = by_rank and len(by_rank) == next(iter(by_rank.values())).register.world_size
-    return [by_rank[rank] for rank in sorted(by_rank)] if complete else []
+    return by_rank
 
 
 def _join(answers: Sequence[AdapterAnswer]) -> AdapterAnswer:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from services.scheduler.config import WorkerCapacity
 from services.scheduler.joint_capacity import joint_capacity
 from services.scheduler.registration import Registration, disagreement, incompatibility
-from services.scheduler.worker_group import Member, WorkerGroup, WorkerResult, complete_group
+from services.scheduler.worker_group import Member, WorkerGroup, WorkerResult, complete_group, missing_ranks
 from shared.errors import ProtocolError
 from shared.protocol import (
     AdapterLoaded,
@@ -97,6 +97,11 @@ class Workers:
     def ready(self) -> bool:
         """True if plans can be sent."""
         return self._active is not None and self._active.ready
+
+    @property
+    def num_registered(self) -> int:
+        """The number of workers that compute or wait in line."""
+        return len(self._registered)
 
     def progressing(self, now: float) -> bool:
         """Return whether plans can be sent and no worker is silent."""
@@ -296,6 +301,9 @@ class Workers:
             self._remove(newcomer, reason)
         else:
             logger.info("worker %r registered", newcomer)
+            missing = missing_ranks(self._registered.values(), register.world_size)
+            if missing:
+                logger.info("ranks that are still awaited: %s", ", ".join(map(str, missing)))
 
     def _take_disconnected(self) -> list[Registration]:
         """Return the workers whose connections ended since the last call."""

@@ -43,7 +43,7 @@ def compute(case: Case, parallel: ParallelConfig, rendezvous: str) -> Tensor:
     )
     if case.adapter:
         forward.adapters.load(7, str(case.adapter))
-    with connected(forward.group, case.name):
+    with connected(forward.group, f"{case.name}.ranks"):
         if case.adapter:
             forward.adapters.put(0, 7)
         for slot, (tokens, blocks) in enumerate(zip(TOKENS, BLOCKS, strict=True)):

@@ -100,11 +100,14 @@ def processes() -> Iterator[list["subprocess.Popen[bytes]"]]:
         child.wait()
 
 
-def test_a_group_is_complete_when_each_rank_is_there() -> None:
+def test_a_group_is_complete_when_each_rank_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     harness = GroupHarness()
     for rank in (3, 1, 3, 0):
         harness.register(rank, name=f"n{rank}-" if rank != 3 else "rank", fd=10 + rank)
         assert harness.workers.candidate is None
+    assert caplog.messages[-1] == "ranks that are still awaited: 2"
+    assert "rank 0 of 4 registered" in caplog.messages[-2]
     harness.register(2)
     joint = harness.workers.candidate
     assert joint is not None

@@ -108,6 +108,7 @@ async def test_the_scheduler_exports_how_soon_a_lost_worker_was_noticed_and_made
         system.worker.signal(signal.SIGKILL)
         await running
         result, labels = await scheduler_figures(port), {"engine": "east"}
+    assert result["quire:registered_workers"] == (labels, 1.0)
     assert result["quire:epochs_total"] == (labels, 2.0)
     assert result["quire:worker_detection_seconds_count"] == (labels, 1.0)
     assert result["quire:worker_detection_seconds_sum"][1] < 2.0, "its connection ended, so no timeout was awaited"

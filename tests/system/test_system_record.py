@@ -5,6 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.scheduler.record import read_record
 from tests.scripted_worker import CHAIN, Script
 from tests.scripted_worker import expected_chain as expected
@@ -29,8 +31,12 @@ async def replay(path: Path, *flags: str) -> list[str]:
     return out.decode().splitlines()
 
 
-async def test_a_killed_worker_is_in_the_record_of_a_scheduler_that_ends_in_order(tmp_path: Path) -> None:
-    async with serving(Script(delay=0.01), f"--record={tmp_path}", "--max-num-seqs=4") as (system, backend):
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+async def test_a_killed_worker_is_in_the_record_of_a_scheduler_that_ends_in_order(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    flags = (f"--record={tmp_path}", "--max-num-seqs=4")
+    async with serving(Script(delay=0.01), *flags, sizes=sizes) as (system, backend):
         prompts = [[CHAIN, 10 + at] for at in range(8)]
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
@@ -38,7 +44,8 @@ async def test_a_killed_worker_is_in_the_record_of_a_scheduler_that_ends_in_orde
             system.worker.signal(signal.SIGKILL)
         assert [task.result().tokens for task in running] == [expected(prompt, TOKENS) for prompt in prompts]
         steps = (await rest(backend)).steps
-        system.scheduler.restart = system.worker.restart = False
+        for child in (system.scheduler, *system.ranks):
+            child.restart = False
         system.scheduler.signal(signal.SIGTERM)
         assert await system.scheduler.ended() == 0
     (path,) = files(tmp_path)

@@ -152,7 +152,11 @@ class RandomWeights:
         values = self._draw(name, *concatenated_shape(parts))
         if self._ones and name.endswith("norm.weight"):
             values = values + 1
-        return torch.cat([values[region].to(self.dtype) for region in regions])
+        own = [values[region] for region in regions]
+        parameter = torch.empty((sum(map(len, own)), *own[0].shape[1:]), dtype=self.dtype, device=self.device)
+        for target, part in zip(torch.split(parameter, [len(part) for part in own]), own, strict=True):
+            target.copy_(part)
+        return parameter
 
     def load_matrix(self, name: str) -> Weight:
         if self.device.type != "cpu":

@@ -31,5 +31,6 @@ class TokenTable:
         logits = self._ops.logits(hidden, self._table)
         if len(self._rows) == self._vocab_size:
             return logits
-        logits = F.pad(logits, (0, self._padded_rows - len(self._rows)))  # ranks exchange equal parts
+        if missing := self._padded_rows - len(self._rows):
+            logits = F.pad(logits, (0, missing))  # ranks exchange equal parts
         return self._group.all_gather(logits)[:, : self._vocab_size].contiguous()
