@@ -49,6 +49,7 @@ class RankGroup:
         self._ordered = ordered or device.type == "cpu"
         self._connected = False
         self._stage_group: dist.ProcessGroup | None = None  # the ranks of this stage
+        self._tcp_store: Any = None  # one for all epochs, since rank 0 listens at its port
 
     def connect(self, key: str) -> None:
         """Meet the other ranks, which use the same `key`. Return once all are there. Raise RuntimeError if they are
@@ -123,8 +124,10 @@ class RankGroup:
     def _store(self, key: str) -> Any:
         host, separator, port = self._rendezvous.rpartition(":")
         if separator and port.isdecimal():
-            is_host = self.parallel.rank == 0
-            return TCPStore(host.strip("[]"), int(port), is_master=is_host, timeout=self._timeout)
+            if self._tcp_store is None:
+                is_host = self.parallel.rank == 0
+                self._tcp_store = TCPStore(host.strip("[]"), int(port), is_master=is_host, timeout=self._timeout)
+            return self._tcp_store
         if not self._rendezvous or not Path(self._rendezvous).is_dir():
             raise ConfigError(f"--rendezvous {self._rendezvous}: neither host:port nor a folder")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # the host's name may have no address

@@ -50,7 +50,11 @@ def runs(outputs: list[Output]) -> list[Run]:
     return [output.run for output in outputs]
 
 
-def test_a_group_says_what_one_rank_says(on_one: list[Run], on_group: list[Run], group: InProcessEngine) -> None:
+def test_a_group_says_what_one_rank_says(
+    case: tuple[str, str], on_one: list[Run], on_group: list[Run], group: InProcessEngine
+) -> None:
+    if case[0] != "float32":
+        pytest.skip("each rank rounds its activations to 8 bits by itself")
     assert_same(on_one, on_group, group.model.vocab_size)
 
 

@@ -69,7 +69,7 @@ def test_processes_are_in_the_order_of_stopping_and_have_names() -> None:
 
 
 def test_an_engine_has_as_many_workers_as_ranks() -> None:
-    result = read(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    result = read(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2, device="cpu")
     workers = connect_services(result, 8000, FOLDER).workers
     assert [one.rank for one in workers] == [0, 1, 2, 3] * 2
     assert [one.scheduler.removesuffix(".sock")[-1] for one in workers] == ["0"] * 4 + ["1"] * 4
