@@ -286,7 +286,7 @@ def test_aborts_of_shared_prefixes_leave_no_reference() -> None:
 
 def test_late_results_and_repeated_aborts_do_no_harm() -> None:
     """ABT-11."""
-    for depth in (1, 2):
+    for depth in (1, 2, 3, 5):
         engine = SimulatedEngine(_limits(depth=depth))
         aborted, kept = engine.accept(_prompt(20), 30), engine.accept(_prompt(21), 30)
         while engine.plan() is not None:

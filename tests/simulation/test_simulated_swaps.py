@@ -35,9 +35,9 @@ def finish(engine: SimulatedEngine) -> None:
     engine.check_finished()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_nothing_that_was_computed_is_computed_again(depth: int) -> None:
-    engine = SimulatedEngine(limits(depth=depth, max_num_seqs=3), host=(40, 0.0))
+@pytest.mark.parametrize(("depth", "num_stages"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (3, 2), (5, 4)])
+def test_nothing_that_was_computed_is_computed_again(depth: int, num_stages: int) -> None:
+    engine = SimulatedEngine(limits(depth=depth, num_stages=num_stages, max_num_seqs=3), host=(40, 0.0))
     for index in range(3):
         engine.accept(prompt(8, index), 30)
     finish(engine)
