@@ -58,6 +58,12 @@ def test_a_model_that_cannot_be_divided_is_named_and_leaves_nothing(folder: Path
     assert not ranks()
 
 
+def test_too_few_gpus_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="each of the 2 ranks needs a GPU of its own, and there are 1"):
+        LLM(folder, tensor_parallel_size=2, **SETTINGS | {"device": "auto"})
+
+
 def test_a_rank_that_dies_is_a_clear_error_and_the_next_llm_works(folder: Path) -> None:
     with LLM(folder, tensor_parallel_size=2, **SETTINGS) as llm:
         expected = tokens(generate(llm, GREEDY))
@@ -134,9 +140,3 @@ def test_ranks_end_with_their_script(folder: Path, kills: bool) -> None:
         script.communicate("")
         wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
         assert kills or script.returncode == 0
-
-
-def test_too_few_gpus_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(ConfigError, match="each of the 2 ranks needs a GPU of its own, and there are 1"):
-        LLM(folder, tensor_parallel_size=2, **SETTINGS | {"device": "auto"})
