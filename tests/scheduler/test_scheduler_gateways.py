@@ -260,7 +260,7 @@ def stuck(harness: GatewaysHarness) -> None:
     harness.net.slow.add(A)
     harness.gateways.status(STATUS)
     harness.gateways.flush(1.0)
-    for now in (GATEWAY_TIMEOUT + 1, GATEWAY_TIMEOUT + 2):  # two heartbeats tell that it uses no CPU
+    for now in (GATEWAY_TIMEOUT + 1.5, GATEWAY_TIMEOUT + 2):  # two heartbeats tell that it uses no CPU
         for peer in (A, B):
             harness.beat(peer)
         harness.receive(now)
