@@ -92,7 +92,7 @@ class GroupRunner:
 
     def configure(self, message: Configure) -> None:
         """Let all ranks begin an epoch, and wait until they have."""
-        with self._telling_all():
+        with self._uninterrupted():
             self._ranks.send(message)
             configured = self._thread.submit(self._runner.configure, message)
         self.wait(configured)
@@ -101,7 +101,7 @@ class GroupRunner:
 
     def launch(self, plan: StepPlan) -> "GroupStep":
         """Let all ranks compute a step."""
-        with self._telling_all():
+        with self._uninterrupted():
             self._ranks.send(plan)
             result = self._thread.submit(self._runner.launch(plan).result)
         return GroupStep(self, result)
@@ -109,7 +109,7 @@ class GroupRunner:
     def load_adapter(self, adapter: int, path: str) -> str:
         """Read an adapter into the host memory of all ranks. Raise ModelError if one of them refuses it."""
         digest = self._runner.load_adapter(adapter, path)
-        with self._telling_all():
+        with self._uninterrupted():
             self._ranks.send(LoadAdapter(adapter, path))
         answers = self._gather((AdapterLoaded, AdapterRefused))
         refused = next((answer for answer in answers if isinstance(answer, AdapterRefused)), None)
@@ -120,7 +120,7 @@ class GroupRunner:
 
     def unload_adapter(self, adapter: int) -> None:
         """Drop an adapter from the host memory of all ranks."""
-        with self._telling_all():
+        with self._uninterrupted():
             self._ranks.send(UnloadAdapter(adapter))
         self._runner.unload_adapter(adapter)
 
@@ -151,15 +151,13 @@ class GroupRunner:
 
     def _receive(self) -> None:
         self._check()
-        try:
+        self._ranks.wait()
+        with self._uninterrupted():
             self._answers += self._ranks.receive()
-        except EngineFailure as error:
-            self._failure = str(error)
-            raise
 
     @contextmanager
-    def _telling_all(self) -> Iterator[None]:
-        """Let all ranks be told the same, or none: Ctrl-C waits for the end of the block."""
+    def _uninterrupted(self) -> Iterator[None]:
+        """Let Ctrl-C wait for the end of the block: all ranks are told the same, or none, and no answer is lost."""
         self._check()
         with _interrupts_deferred():
             try:

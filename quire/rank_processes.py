@@ -74,7 +74,7 @@ class RankProcesses:
         return len(self._processes)
 
     def wake_by(self, descriptor: int) -> None:
-        """Let `receive` return when `descriptor` can be read."""
+        """Let `wait` return when `descriptor` can be read."""
         self._poller.register(descriptor, zmq.POLLIN)
 
     def send(self, message: Configure | StepPlan | LoadAdapter | UnloadAdapter) -> None:
@@ -86,9 +86,12 @@ class RankProcesses:
             except (PeerGone, PeerSlow):
                 self._report_end(rank)
 
-    def receive(self) -> list[tuple[int, WorkerToScheduler]]:
-        """Wait a little for messages. Return those that answer something, each with its rank."""
+    def wait(self) -> None:
+        """Wait a little for messages."""
         self._poller.poll(int(CHECK_INTERVAL * 1000))
+
+    def receive(self) -> list[tuple[int, WorkerToScheduler]]:
+        """Read the messages that have come. Return those that answer something, each with its rank."""
         answers: list[tuple[int, WorkerToScheduler]] = []
         while (received := self._listener.receive()) is not None:
             message = decode_from_worker(received.body)
