@@ -90,7 +90,7 @@ class TableWeight(NamedTuple):
 
     @property
     def outliers(self) -> Outliers | None:
-        """Those of all parts; None if there are none."""
+        """The outliers of all parts; None if no part has any."""
         if not any(part.outliers for part in self.parts):
             return None
         none = torch.empty(0, dtype=torch.int32), torch.empty(0)

@@ -85,7 +85,7 @@ class GroupRunner:
 
     @property
     def info(self) -> WorkerCapacity:
-        """What the ranks have together."""
+        """The capacity of all ranks together."""
         ranks: list[WorkerCapacity] = [*sorted(self._registers, key=lambda register: register.rank)]
         ranks.insert(self._own_rank, self._runner.info)
         return joint_capacity(ranks)

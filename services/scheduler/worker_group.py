@@ -30,7 +30,7 @@ class WorkerResult(Struct, frozen=True):
 
 
 class JointAnswer(NamedTuple):
-    """What all ranks have answered to `LoadAdapter`, as one answer."""
+    """The answers of all ranks to `LoadAdapter`, joined into one."""
 
     answer: AdapterAnswer
     to_unload: list[Registration]  # that have loaded an adapter which others could not

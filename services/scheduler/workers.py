@@ -109,7 +109,7 @@ class Workers:
 
     @property
     def candidate(self) -> WorkerCapacity | None:
-        """What the group to configure next offers, if one is needed and all its ranks have registered."""
+        """The capacity of the group to configure next; None unless one is needed and all its ranks have registered."""
         loss_untold = bool(self._events)  # after `give_up`: the former epoch must end before the next one begins
         if self._active is not None or loss_untold or not (group := self._next_group()):
             return None

@@ -10,8 +10,6 @@ the others had nothing to add. The epoch is the key of the meeting, so no rank m
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,13 +130,3 @@ class RankGroup:
             raise ConfigError(f"--rendezvous {self._rendezvous}: neither host:port nor a folder")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # the host's name may have no address
         return FileStore(f"{self._rendezvous}/{key}", self.parallel.world_size)
-
-
-@contextmanager
-def connected(group: RankGroup, key: str) -> Iterator[RankGroup]:
-    """Connect the group for the time of the block."""
-    group.connect(key)
-    try:
-        yield group
-    finally:
-        group.close()

@@ -13,7 +13,7 @@ from kernels.cpu import extension
 from kernels.cpu.linear import Packed
 from kernels.load import ops, reference
 from kernels.ops import Ops
-from kernels.quantized import FloatWeight, Layout, QuantizedWeight, RoundedWeight, stack
+from kernels.quantized import FloatWeight, Layout, QuantizedWeight, RoundedWeight, Weight, stack
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -107,6 +107,11 @@ def test_a_zero_point_may_be_any_quant(bits: int) -> None:
     ],
 )
 def test_a_rows_bits_are_its_own(unpacked: QuantizedWeight | RoundedWeight) -> None:
+    check_rows_bits(unpacked)
+
+
+def check_rows_bits(unpacked: Weight) -> None:
+    """Check that a row's product with a weight of 576 inputs has the same bits beside any others, on any threads."""
     packed, x = OPS.pack_linear(unpacked), torch.randn(140, 576)
     x[::3, 5] = 50.0
     before = torch.get_num_threads()

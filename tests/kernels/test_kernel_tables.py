@@ -1,7 +1,5 @@
 """Weights with a table for each output, and matrix products with them, against float64 and in other batches."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from kernels.cpu import extension
 from kernels.load import ops, reference
 from kernels.ops import Ops
 from kernels.table_weight import Outliers, TablePart, TableWeight
-from tests.kernels.test_kernel_quantized import dequantize, rounded_activations
+from tests.kernels.test_kernel_quantized import check_rows_bits, dequantize, rounded_activations
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -108,18 +106,7 @@ def test_sums_of_the_largest_numbers_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.01])
 def test_a_rows_bits_are_its_own(share: float) -> None:
-    packed, x = OPS.pack_linear(TableWeight([part(200, 576, share=share)])), torch.randn(140, 576)
-    x[::3, 5] = 50.0
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        whole = OPS.linear(x, packed, None)
-        for threads, count, first in itertools.product((1, 2), (1, 2, 5, 7, 12, 33, 64, 100), (0, 1, 40)):
-            torch.set_num_threads(threads)
-            rows = slice(first, first + count)
-            assert torch.equal(OPS.linear(x[rows], packed, None), whole[rows])
-    finally:
-        torch.set_num_threads(before)
+    check_rows_bits(TableWeight([part(200, 576, share=share)]))
 
 
 @IMPLEMENTATIONS

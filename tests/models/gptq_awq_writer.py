@@ -120,6 +120,29 @@ def save_packed(
 
     With act_order, the modules that are `other` get another permutation of their inputs.
     """
+
+    def quantise_module(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        matrix = quantise(weight, scheme._replace(seed=1) if other(name) else scheme)
+        tensors = awq_tensors(matrix) if scheme.method == "awq" else gptq_tensors(matrix, scheme)
+        return {suffix: tensor.contiguous() for suffix, tensor in tensors.items()}, matrix.weight()
+
+    save_quantised(model, folder, quantise_module, plain)
+    config = json.loads((folder / "config.json").read_bytes()) | {"quantization_config": scheme.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_quantised(
+    model: PreTrainedModel,
+    folder: Path,
+    quantise_module: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
+    plain: Callable[[str], bool],
+) -> None:
+    """Save `model` with other tensors in place of its weights (out, in), except for the modules that are `plain`.
+
+    `quantise_module` returns these, by suffix, for a module's name and weight, and the weight that they stand for. The
+    model gets the latter.
+    """
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -129,14 +152,10 @@ def save_packed(
     for name, module in modules.items():
         weight = module.weight.detach()
         outputs_first = weight if isinstance(module, torch.nn.Linear) else weight.T
-        matrix = quantise(outputs_first, scheme._replace(seed=1) if other(name) else scheme)
-        tensors = awq_tensors(matrix) if scheme.method == "awq" else gptq_tensors(matrix, scheme)
-        packed |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
-        outputs_first.copy_(matrix.weight())
+        tensors, dequantised = quantise_module(name, outputs_first.clone())
+        packed |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+        outputs_first.copy_(dequantised)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(path).items() if name.removesuffix(".weight") not in modules}
     save_file(tensors | packed, path)
-    config = json.loads((folder / "config.json").read_bytes()) | {"quantization_config": scheme.config}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder

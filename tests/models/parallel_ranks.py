@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from services.worker.parallel_config import ParallelConfig
-from services.worker.rank_group import connected
 from tests.models.forward import Forward
 
 TOKENS = torch.randint(3, 131, (2, 33), generator=torch.Generator().manual_seed(1)).tolist()
@@ -43,7 +43,8 @@ def compute(case: Case, parallel: ParallelConfig, rendezvous: str) -> Tensor:
     )
     if case.adapter:
         forward.adapters.load(7, str(case.adapter))
-    with connected(forward.group, f"{case.name}.ranks"):
+    forward.group.connect(f"{case.name}.ranks")
+    with closing(forward.group):
         if case.adapter:
             forward.adapters.put(0, 7)
         for slot, (tokens, blocks) in enumerate(zip(TOKENS, BLOCKS, strict=True)):

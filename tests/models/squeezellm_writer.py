@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from tests.models.gptq_awq_writer import pack
+from tests.models.gptq_awq_writer import pack, save_quantised
 
 CONFIG = {"quant_method": "squeezellm", "wbits": 4}
 
@@ -63,22 +62,7 @@ def save_tables(
     plain: Callable[[str], bool] = lambda name: name == "lm_head",
 ) -> Path:
     """Save `model` quantised, except for the modules that are `plain`, and give it the dequantised weights."""
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and not plain(name)
-    }
-    packed: dict[str, Tensor] = {}
-    for name, module in modules.items():
-        weight = module.weight.detach()
-        outputs_first = weight if isinstance(module, torch.nn.Linear) else weight.T
-        tensors, dequantised = quantise(outputs_first.clone(), scheme)
-        packed |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        outputs_first.copy_(dequantised)
-    model.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if name.removesuffix(".weight") not in modules}
-    save_file(tensors | packed, path)
+    save_quantised(model, folder, lambda _, weight: quantise(weight, scheme), plain)
     set_quantization(folder, CONFIG)
     return folder
 

@@ -3,13 +3,14 @@
 import multiprocessing
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.worker.parallel_config import ParallelConfig
-from services.worker.rank_group import RankGroup, connected
+from services.worker.rank_group import RankGroup
 from shared.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -32,7 +33,8 @@ def _run_rank(task: Callable[[RankGroup], None], parallel: ParallelConfig, rende
     torch.set_num_threads(1)
     group = RankGroup(parallel, CPU, rendezvous, TIMEOUT)
     for key in ("boot.1", "boot.2"):  # two epochs
-        with connected(group, key):
+        group.connect(key)
+        with closing(group):
             task(group)
 
 

@@ -16,7 +16,7 @@ MAX_DEPTH = 65
 
 
 class WorkerResources(Struct, frozen=True, array_like=True):
-    """What a worker brings to an epoch besides its blocks: measured costs, and room for swapped blocks and adapters.
+    """The resources of a worker besides its blocks: measured costs, and room for swapped blocks and adapters.
 
     A cost of 0 was not measured.
     """

@@ -67,7 +67,7 @@ class GGUFWeights:
 
 
 class _DequantizedRows:
-    """What `region` takes of a matrix (outputs, inputs), in float32."""
+    """A region of a matrix (outputs, inputs). Its rows are dequantised to float32 when they are asked for."""
 
     def __init__(self, tensor: GGUFTensor, region: Region) -> None:
         self._tensor, self._region = tensor, region

@@ -36,7 +36,7 @@ class SourceTensor(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a rank has of a tensor of the checkpoint."""
+    """The part of a checkpoint's tensor that a rank loads."""
 
     name: str
     region: Region  # in the layout of our parameters

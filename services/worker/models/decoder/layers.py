@@ -15,7 +15,7 @@ from services.worker.rank_group import RankGroup
 
 
 class Weights(Protocol):
-    """What a rank has of the parameters of a spec.
+    """The parameters of a spec, or the part of them that a rank has.
 
     Each is loaded when it is needed, so that no more than one unpacked is in memory.
     """
