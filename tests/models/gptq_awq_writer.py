@@ -3,7 +3,6 @@
 The model gets the dequantised weights, so that it stays the reference for the checkpoint.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from tests.models.tiny_models import set_config
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of their quants, from the lowest four bits on
 
@@ -127,8 +128,7 @@ def save_packed(
         return {suffix: tensor.contiguous() for suffix, tensor in tensors.items()}, matrix.weight()
 
     save_quantised(model, folder, quantise_module, plain)
-    config = json.loads((folder / "config.json").read_bytes()) | {"quantization_config": scheme.config}
-    (folder / "config.json").write_text(json.dumps(config))
+    set_config(folder, quantization_config=scheme.config)
     return folder
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.models.gptq_awq_writer import pack, save_quantised
+from tests.models.tiny_models import set_config
 
 CONFIG = {"quant_method": "squeezellm", "wbits": 4}
 
@@ -63,17 +64,8 @@ def save_tables(
 ) -> Path:
     """Save `model` quantised, except for the modules that are `plain`, and give it the dequantised weights."""
     save_quantised(model, folder, lambda _, weight: quantise(weight, scheme), plain)
-    set_quantization(folder, CONFIG)
+    set_config(folder, quantization_config=CONFIG)
     return folder
-
-
-def set_quantization(folder: Path, settings: dict[str, Any] | None) -> None:
-    """Set or remove `quantization_config` of config.json."""
-    config = json.loads((folder / "config.json").read_bytes())
-    config.pop("quantization_config", None)
-    if settings is not None:
-        config["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def as_published(folder: Path) -> Path:
@@ -87,6 +79,6 @@ def as_published(folder: Path) -> Path:
     }
     torch.save(tensors | thresholds, folder / "sq-tiny-w4-s45.pt")
     path.unlink()
-    set_quantization(folder, None)
+    set_config(folder, "quantization_config")
     (folder / "quant_config.json").write_text(json.dumps({"wbits": 4}, indent=4))
     return folder
