@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.worker.config import WorkerConfig
 from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_group import RankGroup
+from services.worker.start import start_runner
 from shared.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -83,7 +85,9 @@ def test_a_rank_that_is_not_connected_computes_alone() -> None:
 
 
 @pytest.mark.parametrize("rendezvous", ["", "/no/such/folder", "host", "host:x"])
-def test_a_place_that_is_none_is_refused(rendezvous: str) -> None:
+def test_a_place_that_is_none_is_refused_before_a_model_is_loaded(rendezvous: str) -> None:
+    with pytest.raises(ConfigError, match=f"--rendezvous '{rendezvous}' is neither host:port"):
+        start_runner(WorkerConfig(model="/no/such/model", tensor_parallel_size=2, rendezvous=rendezvous))
     with pytest.raises(ConfigError, match="--rendezvous"):
         RankGroup(ParallelConfig(0, 2, 1), CPU, rendezvous).connect("boot.1")
 
