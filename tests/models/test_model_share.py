@@ -127,7 +127,7 @@ def test_ranks_have_the_fingerprint_of_their_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "message"),
     [
-        ({}, {"tensor_parallel_size": 3}, "attention heads, 8, cannot be divided"),
+        ({}, {"tensor_parallel_size": 3}, "attention heads, 8, cannot be divided by it; this model takes 1, 2, 4, 8"),
         ({"intermediate_size": 77}, {"tensor_parallel_size": 2}, "intermediate_size, 77, cannot be divided"),
         (
             {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
@@ -135,7 +135,7 @@ def test_ranks_have_the_fingerprint_of_their_group(tmp_path: Path) -> None:
             "heads of keys and values, 3, are neither a multiple nor a divisor",
         ),
         ({"vocab_size": 5}, {"tensor_parallel_size": 4}, "vocabulary, 5, is too small"),
-        ({"num_hidden_layers": 3}, {"pipeline_parallel_size": 4}, "the model has 3 layers"),
+        ({"num_hidden_layers": 3}, {"pipeline_parallel_size": 4}, "the model has only 3 layers"),
     ],
 )
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
