@@ -177,7 +177,8 @@ class GPTQAWQWeights:
         if any(bound % pack_factor for side in region for bound in (side.start, side.stop)):
             raise ModelError(
                 f"tensor {name.removesuffix('.weight')}.qweight: outputs {outputs.start} to {outputs.stop} and inputs "
-                f"{inputs.start} to {inputs.stop}, a rank's part, are no whole words of {pack_factor} quants"
+                f"{inputs.start} to {inputs.stop}, a rank's part, are no whole words of {pack_factor} quants: try a "
+                "smaller --tensor-parallel-size"
             )
         return matrix.outputs(outputs.start, outputs.stop).inputs(inputs.start, inputs.stop)
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.table_weight import CODES, TABLE_SIZE, Outliers, TablePart, TableWeight
+from kernels.table_weight import CODES_PER_WORD, TABLE_SIZE, Outliers, TablePart, TableWeight, words_of
 from services.worker.checkpoint.shard import SCALE_DTYPES, Shard, describe, quantized_modules, read_tensor
 from shared.errors import ModelError
 from shared.gguf.tensor_data import Region
@@ -60,7 +60,7 @@ class SqueezeLLMWeights:
         if not region:
             return self._tensors[qweight].mapped(qweight)
         outputs, inputs = region
-        return self._tensors[qweight].mapped(qweight, (slice(inputs.start // CODES, inputs.stop // CODES), outputs))
+        return self._tensors[qweight].mapped(qweight, (words_of(inputs), outputs))
 
     def get_tensor(self, name: str, region: Region = ()) -> Tensor:
         """Return the matrix in float32."""
@@ -74,13 +74,19 @@ class SqueezeLLMWeights:
         part = self._matrices[name]
         if not region or self.shape(name) == tuple(side.stop - side.start for side in region):
             return part
-        return part.region(*region)
+        outputs, inputs = region
+        if inputs.start % CODES_PER_WORD or inputs.stop % CODES_PER_WORD:
+            raise ModelError(
+                f"tensor {name.removesuffix('.weight')}.qweight: inputs {inputs.start} to {inputs.stop}, a rank's "
+                f"part, are no whole words of {CODES_PER_WORD} codes: try a smaller --tensor-parallel-size"
+            )
+        return part.region(outputs, inputs)
 
     def _matrix(self, module: str) -> TablePart:
         qweight, tables = (read_tensor(self._tensors, f"{module}.{name}") for name in ("qweight", "lookup_table"))
         if qweight.dtype != torch.int32 or qweight.ndim != 2:
             raise ModelError(f"tensor {module}.qweight must be a matrix of int32, and is {describe(qweight)}")
-        inputs, outputs = len(qweight) * CODES, qweight.shape[1]
+        inputs, outputs = len(qweight) * CODES_PER_WORD, qweight.shape[1]
         if inputs == 0 or inputs % _INPUTS:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs, which is no multiple of {_INPUTS}")
         _check_floats(f"{module}.lookup_table", tables, (outputs, TABLE_SIZE))

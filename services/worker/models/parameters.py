@@ -257,9 +257,7 @@ def _check(files: WeightFiles, source: ParameterSource) -> None:
 def _refuse_broken_groups(
     files: WeightFiles, source: ParameterSource, pieces: Sequence[Piece], precision: Precision
 ) -> None:
-    """Raise ModelError naming a matrix that is, or will be, quantised in groups of inputs that a rank does not have
-    whole.
-    """
+    """Raise ModelError naming a quantised matrix, or one that will be, of whose inputs a rank has no whole groups."""
     if not precision.quantization or len(pieces[0].shape) == 1:
         return
     whole, own = source.tensors[0].shape[1], pieces[0].shape[1]
@@ -268,7 +266,7 @@ def _refuse_broken_groups(
         if is_quantized and own % QUANT_GROUP_SIZE and whole % QUANT_GROUP_SIZE == 0:
             raise ModelError(
                 f"tensor {tensor.name}: a rank's {own} of {whole} inputs are not whole groups of {QUANT_GROUP_SIZE}, "
-                f"which have a scale each with {precision.name}"
+                f"as {precision.name} needs them: try a smaller --tensor-parallel-size"
             )
 
 
