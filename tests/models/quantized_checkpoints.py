@@ -24,7 +24,7 @@ TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def save_quantised(
+def save_quantized(
     model: PreTrainedModel,
     folder: Path,
     scheme: Scheme | TableScheme,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models.gptq_awq_writer import pack, save_quantised
+from tests.models.gptq_awq_writer import pack, save_quantized
 from tests.models.tiny_models import set_config
 
 CONFIG = {"quant_method": "squeezellm", "wbits": 4}
@@ -27,7 +27,7 @@ class TableScheme(NamedTuple):
     tables: torch.dtype = torch.float16
 
 
-def quantise(weight: Tensor, scheme: TableScheme) -> tuple[dict[str, Tensor], Tensor]:
+def quantize(weight: Tensor, scheme: TableScheme) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tensors of `weight` (out, in), and the weight that they stand for.
 
     An output's table has sixteen quantiles of its weights, and no even steps. Outliers, its largest ones, are left out
@@ -63,7 +63,7 @@ def save_tables(
     plain: Callable[[str], bool] = lambda name: name == "lm_head",
 ) -> Path:
     """Save `model` quantised, except for the modules that are `plain`, and give it the dequantised weights."""
-    save_quantised(model, folder, lambda _, weight: quantise(weight, scheme), plain)
+    save_quantized(model, folder, lambda _, weight: quantize(weight, scheme), plain)
     set_config(folder, quantization_config=CONFIG)
     return folder
 

@@ -64,12 +64,12 @@ PROJECTION = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize("dtype", QUANTS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_weights_that_need_scales_are_refused(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    def quantise(tensors: dict[str, Tensor]) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
         tensors[PROJECTION] = tensors[PROJECTION].to(dtype)
         tensors[f"{PROJECTION}_scale"] = torch.tensor(0.5)
 
     save_changed(name, tmp_path)
-    rewrite_weights(tmp_path, quantise)
+    rewrite_weights(tmp_path, quantize)
     refused(tmp_path, re.escape(f"tensor {PROJECTION} is of {dtype}: quantised weights are not supported"))
 
 

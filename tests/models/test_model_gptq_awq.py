@@ -17,7 +17,7 @@ from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from shared.errors import ModelError
 from tests.models.gptq_awq_writer import Scheme, save_packed
-from tests.models.quantised_checkpoints import (
+from tests.models.quantized_checkpoints import (
     CPU,
     TOKENS,
     WIDE,

@@ -18,14 +18,14 @@ from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
 from tests.models.family_variants import gpt2, phi3, qwen2
 from tests.models.gptq_awq_writer import Scheme
-from tests.models.quantised_checkpoints import (
+from tests.models.quantized_checkpoints import (
     CPU,
     TOKENS,
     WIDE,
     Q,
     assert_rounded,
     logits,
-    save_quantised,
+    save_quantized,
     weight_files,
 )
 from tests.models.squeezellm_writer import TableScheme
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(
     Some families join these matrices, and some transpose them.
     """
     model = MODELS[name]()
-    folder = save_quantised(model, tmp_path, SCHEMES[scheme])
+    folder = save_quantized(model, tmp_path, SCHEMES[scheme])
     theirs = reference_logits(model, TOKENS)
     assert theirs.std() > 0.3  # or the comparison would mean nothing
     ours, forward = logits(folder, dtype="float32")
@@ -94,7 +94,7 @@ def test_logits_are_those_of_transformers(
 def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
     """LDG-07, LDG-26: zero points of all sizes, in both layouts of GPTQ; and codes, with and without outliers."""
     model = MODELS["llama"]()
-    files = weight_files(save_quantised(model, tmp_path, SCHEMES[scheme]))
+    files = weight_files(save_quantized(model, tmp_path, SCHEMES[scheme]))
     assert set(files.names) == set(model.state_dict())
     for name, weight in model.state_dict().items():
         assert torch.equal(files.get(name), weight)
@@ -122,7 +122,7 @@ def _tolerance(quantized: QuantizedWeight | StackedWeight | TableWeight, scheme:
 def test_without_kernels_for_it_it_is_dequantised_and_it_is_said(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = save_quantised(MODELS["llama"](), tmp_path, METHODS[method])
+    folder = save_quantized(MODELS["llama"](), tmp_path, METHODS[method])
     assert load_model(folder, WorkerConfig(device="cpu"), CPU, reference()).precision.name == "float32"
     assert "needs the kernels compiled for this CPU" in caplog.text
     with pytest.raises(ConfigError, match=f"--quantization {method} needs the kernels compiled for this CPU"):
@@ -137,7 +137,7 @@ def test_transformers_code_computes_it_dequantised(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    folder = save_quantised(model, tmp_path, METHODS[method])
+    folder = save_quantized(model, tmp_path, METHODS[method])
     ours, forward = logits(folder)
     assert forward.precision.name == "float32"
     assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
@@ -146,7 +146,7 @@ def test_transformers_code_computes_it_dequantised(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_of_floats_that_says_otherwise_is_refused(method: str, tmp_path: Path) -> None:
-    folder = save_quantised(MODELS["llama"](), tmp_path, METHODS[method], plain=lambda name: True)
+    folder = save_quantized(MODELS["llama"](), tmp_path, METHODS[method], plain=lambda name: True)
     with pytest.raises(
         ModelError, match=rf"config\.json says {method}, but the weight files have no tensor with quants"
     ):

@@ -17,7 +17,7 @@ from services.worker.models.load import load_model
 from shared.errors import ModelError
 from tests.models.family_variants import mixtral
 from tests.models.peft_adapters import adapted, make_adapter
-from tests.models.quantised_checkpoints import (
+from tests.models.quantized_checkpoints import (
     CPU,
     TOKENS,
     WIDE,
@@ -28,7 +28,7 @@ from tests.models.quantised_checkpoints import (
     replace_tensor,
     weight_files,
 )
-from tests.models.squeezellm_writer import TableScheme, as_published, quantise, save_tables
+from tests.models.squeezellm_writer import TableScheme, as_published, quantize, save_tables
 from tests.models.test_model_lora import logits_with
 from tests.models.tiny_models import llama, reference_logits, save, set_config
 
@@ -95,13 +95,13 @@ def test_experts_may_have_tables(scheme: str, tmp_path: Path) -> None:
     """Transformers joins the experts of a layer in one parameter, so they are packed in the file."""
     model = mixtral(**WIDE)
     folder = save_tables(model, tmp_path / "packed", SCHEMES[scheme], plain=lambda name: "head" in name)
-    tensors, dequantised = load_file(folder / "model.safetensors"), {}
+    tensors, dequantized = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if ".experts." in name]:
-        parts, dequantised[name] = quantise(tensors.pop(name), SCHEMES[scheme])
+        parts, dequantized[name] = quantize(tensors.pop(name), SCHEMES[scheme])
         tensors |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
     save_file(tensors, folder / "model.safetensors")
     plain = save(model, tmp_path / "plain")
-    save_file(load_file(plain / "model.safetensors") | dequantised, plain / "model.safetensors")
+    save_file(load_file(plain / "model.safetensors") | dequantized, plain / "model.safetensors")
     theirs, _ = logits(plain, dtype="float32")
     assert (logits(folder, dtype="float32")[0] - theirs).abs().max() < 1e-4
     if extension.load():
