@@ -17,6 +17,8 @@ from shared.config import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    Supervisor,
+    SupervisorAddress,
     ZmqKeys,
     tokens_of_largest_step,
 )
@@ -150,12 +152,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     insecure: Insecure = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    supervisor: Annotated[
-        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
-    ] = 0
-    supervisor_address: Annotated[
-        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
-    ] = ""
+    supervisor: Supervisor = 0
+    supervisor_address: SupervisorAddress = ""
 
     def __post_init__(self) -> None:
         check_settings(self.max_num_batched_tokens, self.max_num_seqs, self.scheduling_policy, self.priority_ageing)
