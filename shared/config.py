@@ -137,11 +137,9 @@ def knobs(config_type: type[Struct]) -> list[Knob]:
     ]
 
 
-def load(
-    config_type: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str, description: str = ""
-) -> C:
+def load(config_type: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str) -> C:
     """Return a config from flags, environment and file. Raise ConfigError, and SystemExit only for `--help`."""
-    parser = flag_parser([config_type], prog=prog, description=description)
+    parser = flag_parser([config_type], prog=prog)
     return resolve(config_type, vars(parser.parse_args(argv)), environment)
 
 
