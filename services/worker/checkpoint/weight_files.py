@@ -7,7 +7,7 @@ missing, cut short or unreadable raises a ModelError that names it.
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +159,13 @@ def check_float(name: str, dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
         supported = ", ".join(str(float_type).removeprefix("torch.") for float_type in FLOATS)
         raise ModelError(f"tensor {name} is of {dtype}: quantised weights are not supported (supported: {supported})")
+
+
+def warn_of_unused(names: Sequence[str]) -> None:
+    """Log a warning of the tensors that the model does not use, if there are any."""
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(names[:5]), more)
 
 
 class _SafetensorsShard:

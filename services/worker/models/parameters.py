@@ -31,7 +31,7 @@ from kernels.quantized import (
 from kernels.table_weight import TableWeight
 from services.worker.checkpoint.mapped_pages import release, will_need
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
-from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
+from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float, warn_of_unused
 from services.worker.models.decoder.layers import Weights
 from services.worker.models.device_copy import copy_to
 from services.worker.models.precision import Precision
@@ -205,9 +205,7 @@ def load_weights(
     tensors = _untied_if_heads_differ(files, tensors)
     for source in tensors.sources.values():
         _check(files, source)
-    if others := tensors.unused():
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
+    warn_of_unused(tensors.unused())
     share = Share(tensors.spec, parallel)
     sources = {name: tensors.sources[name].pieces(share) for name in share.parameters(tensors.sources)}
     sources = {name: pieces for name, pieces in sources.items() if pieces}
