@@ -23,17 +23,17 @@ class ParallelConfig(NamedTuple):
         return self.rank % self.tensor_parallel_size
 
     @property
-    def stage(self) -> int:
+    def pp_rank(self) -> int:
         """The number of the pipeline stage whose layers this rank has."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def is_first_stage(self) -> bool:
-        return self.stage == 0
+        return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.stage == self.pipeline_parallel_size - 1
+        return self.pp_rank == self.pipeline_parallel_size - 1
 
     @property
     def sampling_rank(self) -> int:

@@ -65,7 +65,7 @@ class RankGroup:
         )
         for stage in range(pp):  # every rank has to make every group
             group = dist.new_group(range(stage * tp, (stage + 1) * tp), timeout=self._timeout)
-            if stage == self.parallel.stage:
+            if stage == self.parallel.pp_rank:
                 self._stage_group = group
         self._connected = True
 

@@ -43,7 +43,7 @@ def _run_rank(task: Callable[[RankGroup], None], parallel: ParallelConfig, rende
 def exchange(group: RankGroup) -> None:
     """Check every operation. Ranks have their number as values."""
     parallel = group.parallel
-    stage = torch.arange(parallel.tensor_parallel_size) + parallel.stage * parallel.tensor_parallel_size
+    stage = torch.arange(parallel.tensor_parallel_size) + parallel.pp_rank * parallel.tensor_parallel_size
     own = torch.full((3, 2), float(parallel.rank))
     assert torch.equal(group.all_reduce(own.clone()), torch.full((3, 2), float(stage.sum())))
     assert torch.equal(group.all_gather(own), stage.float().repeat_interleave(2).repeat(3, 1))
@@ -94,6 +94,6 @@ def test_a_place_that_is_none_is_refused_before_a_model_is_loaded(rendezvous: st
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
     places = [ParallelConfig(rank, 2, 2) for rank in range(4)]
-    assert [(place.stage, place.tp_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(place.pp_rank, place.tp_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [(place.is_first_stage, place.is_last_stage) for place in places[::2]] == [(True, False), (False, True)]
     assert {place.sampling_rank for place in places} == {2}

@@ -98,7 +98,7 @@ def _stage_layers(spec: DecoderSpec, parallel: ParallelConfig) -> range:
     stages = parallel.pipeline_parallel_size
     if stages > spec.num_layers:
         raise ModelError(f"--pipeline-parallel-size {stages}: the model has only {spec.num_layers} layers to divide")
-    first, end = (-(-spec.num_layers * stage // stages) for stage in (parallel.stage, parallel.stage + 1))
+    first, end = (-(-spec.num_layers * stage // stages) for stage in (parallel.pp_rank, parallel.pp_rank + 1))
     return range(first, end)
 
 
