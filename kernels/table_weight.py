@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 TABLE_SIZE = 16
-CODES = 8
+CODES_PER_WORD = 8
 """Codes in an int32, the lowest bits first."""
 
-_OUTPUTS_AT_ONCE = 512  # whose codes are unpacked together
+_OUTPUTS_AT_ONCE = 512  # of which codes are unpacked together
+
+
+def words_of(inputs: slice) -> slice:
+    """Return the words that have the codes of some inputs, which are whole words of them."""
+    return slice(inputs.start // CODES_PER_WORD, inputs.stop // CODES_PER_WORD)
 
 
 class Outliers(NamedTuple):
@@ -49,7 +54,7 @@ class Outliers(NamedTuple):
 class TablePart(NamedTuple):
     """Some of a weight's outputs."""
 
-    codes: Tensor  # (in / 8, out) int32, CODES of them in each: those of neighbouring inputs
+    codes: Tensor  # (in / 8, out) int32: each has those of neighbouring inputs
     tables: Tensor  # (out, TABLE_SIZE) of floats
     outliers: Outliers | None = None
 
@@ -60,19 +65,19 @@ class TablePart(NamedTuple):
 
     def region(self, outputs: slice, inputs: slice) -> "TablePart":
         """Return those of some outputs and inputs, which are whole words of codes."""
-        words = slice(inputs.start // CODES, inputs.stop // CODES)
+        words = words_of(inputs)
         outliers = self.outliers and self.outliers.region(outputs, inputs)
         return TablePart(self.codes[words, outputs].contiguous(), self.tables[outputs].contiguous(), outliers)
 
     def dequantize(self) -> Tensor:
         """Return the weight (out, in) in float32."""
         groups, outputs = self.codes.shape
-        weight = torch.empty(outputs, groups * CODES, device=self.codes.device)
-        shifts = torch.arange(0, 4 * CODES, 4, device=self.codes.device)
+        weight = torch.empty(outputs, groups * CODES_PER_WORD, device=self.codes.device)
+        shifts = torch.arange(0, 4 * CODES_PER_WORD, 4, device=self.codes.device)
         for first in range(0, outputs, _OUTPUTS_AT_ONCE):
-            some = slice(first, first + _OUTPUTS_AT_ONCE)
-            codes = (self.codes[:, some].T[..., None] >> shifts & TABLE_SIZE - 1).flatten(1)
-            torch.gather(self.tables[some].float(), 1, codes.long(), out=weight[some])
+            block = slice(first, first + _OUTPUTS_AT_ONCE)
+            codes = (self.codes[:, block].T[..., None] >> shifts & TABLE_SIZE - 1).flatten(1)
+            torch.gather(self.tables[block].float(), 1, codes.long(), out=weight[block])
         if self.outliers:
             self.outliers.add_to(weight)
         return weight
@@ -86,7 +91,7 @@ class TableWeight(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """The outputs of all parts, and the inputs."""
-        return sum(len(part.tables) for part in self.parts), len(self.parts[0].codes) * CODES
+        return sum(len(part.tables) for part in self.parts), len(self.parts[0].codes) * CODES_PER_WORD
 
     @property
     def outliers(self) -> Outliers | None:

@@ -32,14 +32,14 @@ class Adapters:
 
         What comes before that one in the list is loaded then, and nothing is forgotten.
         """
-        wanted = _read_set(adapters)
-        for request in wanted.values():
+        requested = _read_set(adapters)
+        for request in requested.values():
             former = self._by_name.get(request.lora_name)
             replaces = request.load_inplace or (former is not None and former.lora_path != request.lora_path)
             if former is None or replaces:
                 self._load(request, replaces=replaces)
             self._by_name[request.lora_name] = request
-        for name in [name for name in self._by_name if name not in wanted]:
+        for name in [name for name in self._by_name if name not in requested]:
             self._engine.remove_adapter(name)
             del self._by_name[name]
 
@@ -96,13 +96,13 @@ def _read_set(adapters: Any) -> dict[str, LoRARequest]:
     entries: list[Any] = list(adapters.items()) if isinstance(adapters, Mapping) else list(adapters)
     taken = {entry.lora_int_id for entry in entries if isinstance(entry, LoRARequest)}
     free = (id for id in range(1, 2 * len(entries) + 1) if id not in taken)
-    wanted: dict[str, LoRARequest] = {}
+    requested: dict[str, LoRARequest] = {}
     for entry in entries:
         request = entry if isinstance(entry, LoRARequest) else _named(entry, next(free))
-        if request.lora_name in wanted:
+        if request.lora_name in requested:
             raise InvalidRequest(f"there are two adapters with the name {request.lora_name!r}", "adapters")
-        wanted[request.lora_name] = request
-    return wanted
+        requested[request.lora_name] = request
+    return requested
 
 
 def _named(entry: Any, id: int) -> LoRARequest:

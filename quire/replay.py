@@ -93,18 +93,18 @@ def _summary(entries: list[Entry], timeline: Timeline, num_unfinished: int) -> I
             yield f"  ... and {len(events) - MAX_LISTED} more"
 
 
-def _find_requests(timeline: Timeline, wanted: str) -> list[int]:
+def _find_requests(timeline: Timeline, request_id: str) -> list[int]:
     """Return the engine's ids of a request: several if it had several prompts, or was submitted again.
 
     Raise `ConfigError` if there is none.
     """
     known = sorted({event.request for event in timeline.events} - {ENGINE})
-    pattern = re.compile(rf"((chat)?cmpl-)?{re.escape(wanted)}(-\d+)?")  # the last are the numbers of prompts
+    pattern = re.compile(rf"((chat)?cmpl-|resp_)?{re.escape(request_id)}(-\d+)?")  # the last are the numbers of prompts
     requests = [request for request in known if pattern.fullmatch(timeline.request_ids.get(request, ""))]
-    requests = requests or [request for request in known if str(request) == wanted]
+    requests = requests or [request for request in known if str(request) == request_id]
     if not requests:
         said = f"it has {len(known)} from {known[0]} to {known[-1]}" if known else "it has none"
-        raise ConfigError(f"--request {wanted}: the record has no such request; {said}")
+        raise ConfigError(f"--request {request_id}: the record has no such request; {said}")
     return requests
 
 

@@ -8,7 +8,7 @@ named by `--config` (YAML, which includes JSON). An unknown name or a value out 
 A list can be JSON or a single string, which is a list of one, or in the environment a list separated by commas. An
 empty variable is unset, and so is a null in the file.
 
-Services that share a knob inherit it: see `ModelConfig`.
+Services that share a knob inherit it (`ModelConfig`), or its annotation (`LogLevel`).
 """
 
 import argparse
@@ -58,6 +58,14 @@ DrainTimeout = Annotated[
     Meta(ge=0, description="Seconds that running requests get to finish once a drain has begun, as SIGTERM begins it."),
 ]
 """Knobs of the services that have requests; see `shared.admin`."""
+
+Supervisor = Annotated[
+    int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
+]
+SupervisorAddress = Annotated[
+    str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
+]
+"""Knobs of every service, which `quire serve` sets."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -129,11 +137,9 @@ def knobs(config_type: type[Struct]) -> list[Knob]:
     ]
 
 
-def load(
-    config_type: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str, description: str = ""
-) -> C:
+def load(config_type: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str) -> C:
     """Return a config from flags, environment and file. Raise ConfigError, and SystemExit only for `--help`."""
-    parser = flag_parser([config_type], prog=prog, description=description)
+    parser = flag_parser([config_type], prog=prog)
     return resolve(config_type, vars(parser.parse_args(argv)), environment)
 
 

@@ -549,10 +549,12 @@ class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fie
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Reports that a step raised. The worker ends itself after this message, since its state is unknown."""
+    """Reports that a step raised, or the configuration. The worker ends itself after this message, since its state is
+    unknown.
+    """
 
     epoch: Epoch
-    step: Count
+    step: Count  # 0 also for the configuration
     detail: LongText  # the traceback, or what to do about missing memory
     out_of_memory: bool = False  # the device had too little for the whole step: no request is to blame
 

@@ -53,7 +53,7 @@ class PackedChannelWeight(NamedTuple):
 
 
 class PackedTableWeight(NamedTuple):
-    """A weight with a table for each output, rounded to 14 bits. The GEMM rounds activations to 8 bits."""
+    """A weight with a table for each output, rounded to 13 bits. The GEMM rounds activations to 8 bits."""
 
     panels: Tensor  # (panel, bytes)
     outputs: int

@@ -5,7 +5,17 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from services.gateway.routing import RoutingPolicy
-from shared.config import AdminPort, DrainTimeout, Insecure, LogFormat, LogLevel, ModelConfig, ZmqKeys
+from shared.config import (
+    AdminPort,
+    DrainTimeout,
+    Insecure,
+    LogFormat,
+    LogLevel,
+    ModelConfig,
+    Supervisor,
+    SupervisorAddress,
+    ZmqKeys,
+)
 from shared.params import MAX_LOGPROBS
 
 SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -207,17 +217,8 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     admin_port: AdminPort = 0
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    supervisor: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Process id of the parent that restarts this service; it ends with that one.",
-        ),
-    ] = 0
-    supervisor_address: Annotated[
-        str,
-        Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does."),
-    ] = ""
+    supervisor: Supervisor = 0
+    supervisor_address: SupervisorAddress = ""
     enable_log_requests: Annotated[
         bool, Meta(description="Write a line to the log for each request except probes.")
     ] = False

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Protocol
 
 from msgspec import Meta, Struct
 
-from services.scheduler.core import Limits, check_settings, fit_model_len
+from services.scheduler.core import Limits, check_settings
 from services.scheduler.core.step_time import MIN_SHARE
 from shared.config import (
     CPU_PREFILL_TOKENS,
@@ -17,6 +17,8 @@ from shared.config import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    Supervisor,
+    SupervisorAddress,
     ZmqKeys,
     tokens_of_largest_step,
 )
@@ -150,12 +152,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     insecure: Insecure = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    supervisor: Annotated[
-        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
-    ] = 0
-    supervisor_address: Annotated[
-        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
-    ] = ""
+    supervisor: Supervisor = 0
+    supervisor_address: SupervisorAddress = ""
 
     def __post_init__(self) -> None:
         check_settings(self.max_num_batched_tokens, self.max_num_seqs, self.scheduling_policy, self.priority_ageing)
@@ -173,7 +171,7 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=_max_num_batched_tokens(config, worker),
         max_step_seconds=_max_step_ms(config, worker) / 1000,
-        max_model_len=fit_model_len(requested, num_blocks, config.block_size),
+        max_model_len=min(requested, num_blocks * config.block_size),
         max_queued_requests=config.max_num_queued_reqs,
         max_queued_tokens=config.max_num_queued_tokens,
         prefix_caching=config.enable_prefix_caching,
@@ -207,7 +205,10 @@ def count_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
     num_blocks = _num_blocks(config, worker)
     if num_blocks < 1:
         block_bytes = bytes_per_block(config, worker)
-        raise ConfigError(f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}")
+        raise ConfigError(
+            f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}: it needs a larger "
+            "--kv-cache-memory or --gpu-memory-utilization, or a smaller --block-size"
+        )
     return num_blocks
 
 

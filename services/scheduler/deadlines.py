@@ -3,6 +3,9 @@
 A step may take `STEP_FACTOR` times its predicted duration, and the timeout at least. The prediction comes from the
 speeds that the worker measured when it started, corrected by the duration of its steps since: contexts grow, and other
 processes start. `shared.liveness` decides whether a worker that is overdue is also dead.
+
+The planner has another estimate (core/step_time.py), which shall be right on average. This one shall not be too short:
+it never falls below what was measured at the start, and one step may raise it by any factor.
 """
 
 from collections import deque

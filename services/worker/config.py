@@ -18,6 +18,8 @@ from shared.config import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     ModelConfig,
+    Supervisor,
+    SupervisorAddress,
     ZmqKeys,
 )
 from shared.errors import ConfigError
@@ -156,12 +158,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     ] = 300.0
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    supervisor: Annotated[
-        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
-    ] = 0
-    supervisor_address: Annotated[
-        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
-    ] = ""
+    supervisor: Supervisor = 0
+    supervisor_address: SupervisorAddress = ""
 
     def __post_init__(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

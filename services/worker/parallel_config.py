@@ -1,6 +1,9 @@
-"""`ParallelConfig`: the place of a rank among those that compute one model together."""
+"""`ParallelConfig`: the place of a rank among those that compute one model together, and where they meet."""
 
+from pathlib import Path
 from typing import NamedTuple
+
+from shared.errors import ConfigError
 
 
 class ParallelConfig(NamedTuple):
@@ -20,17 +23,17 @@ class ParallelConfig(NamedTuple):
         return self.rank % self.tensor_parallel_size
 
     @property
-    def stage(self) -> int:
+    def pp_rank(self) -> int:
         """The number of the pipeline stage whose layers this rank has."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def is_first_stage(self) -> bool:
-        return self.stage == 0
+        return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.stage == self.pipeline_parallel_size - 1
+        return self.pp_rank == self.pipeline_parallel_size - 1
 
     @property
     def sampling_rank(self) -> int:
@@ -40,3 +43,16 @@ class ParallelConfig(NamedTuple):
 
 ONE_RANK = ParallelConfig()
 """The place of a rank that computes a model alone."""
+
+
+def parse_rendezvous(rendezvous: str) -> tuple[str, int] | Path:
+    """Return the host and port, or the folder, where ranks find each other. Raise ConfigError if it is neither."""
+    host, separator, port = rendezvous.rpartition(":")
+    if separator and port.isdecimal():
+        return host.strip("[]"), int(port)
+    if not rendezvous or not Path(rendezvous).is_dir():
+        raise ConfigError(
+            f"--rendezvous {rendezvous!r} is neither host:port, with the host of rank 0, nor a folder; a model that "
+            "several ranks compute needs one, the same for all of them"
+        )
+    return Path(rendezvous)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from services.worker.parallel_config import ParallelConfig
-from shared.errors import ConfigError
+from services.worker.parallel_config import ParallelConfig, parse_rendezvous
 
 LOOPBACK = "lo"
 
@@ -66,7 +65,7 @@ class RankGroup:
         )
         for stage in range(pp):  # every rank has to make every group
             group = dist.new_group(range(stage * tp, (stage + 1) * tp), timeout=self._timeout)
-            if stage == self.parallel.stage:
+            if stage == self.parallel.pp_rank:
                 self._stage_group = group
         self._connected = True
 
@@ -120,13 +119,11 @@ class RankGroup:
         return parts
 
     def _store(self, key: str) -> Any:
-        host, separator, port = self._rendezvous.rpartition(":")
-        if separator and port.isdecimal():
-            if self._tcp_store is None:
-                is_host = self.parallel.rank == 0
-                self._tcp_store = TCPStore(host.strip("[]"), int(port), is_master=is_host, timeout=self._timeout)
-            return self._tcp_store
-        if not self._rendezvous or not Path(self._rendezvous).is_dir():
-            raise ConfigError(f"--rendezvous {self._rendezvous}: neither host:port nor a folder")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # the host's name may have no address
-        return FileStore(f"{self._rendezvous}/{key}", self.parallel.world_size)
+        place = parse_rendezvous(self._rendezvous)
+        if isinstance(place, Path):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # the host's name may have no address
+            return FileStore(str(place / key), self.parallel.world_size)
+        if self._tcp_store is None:
+            is_host = self.parallel.rank == 0
+            self._tcp_store = TCPStore(*place, is_master=is_host, timeout=self._timeout)
+        return self._tcp_store

@@ -26,7 +26,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from enum import Enum
@@ -339,10 +339,8 @@ class _Connection:
 
     def _send(self, socket: "zmq.Socket[bytes]", result: Result) -> CloseReason | None:
         match result:
-            case Failure(StepPlan() as plan, error):
-                return self._send_fault(socket, plan.epoch, plan.step, error, self._requests.of_step(plan))
             case Failure(request, error):
-                return self._send_fault(socket, request.epoch, 0, error, [])
+                return self._send_fault(socket, request, error)
             case Configured():
                 self._epoch = result.epoch
                 self._service.refusal = ""
@@ -351,16 +349,16 @@ class _Connection:
         socket.send(encode(result))
         return None
 
-    def _send_fault(
-        self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, error: Exception, request_ids: Sequence[str]
-    ) -> CloseReason:
-        extra = of_requests(request_ids)
+    def _send_fault(self, socket: "zmq.Socket[bytes]", request: StepPlan | Configure, error: Exception) -> CloseReason:
+        step, task, extra = 0, "the configuration", of_requests(())
+        if isinstance(request, StepPlan):
+            step, task, extra = request.step, f"step {request.step}", of_requests(self._requests.of_step(request))
         if isinstance(error, OutOfMemory):
-            logger.error("step %d: %s", step, error, extra=extra)
-            socket.send(encode(Fault(epoch, step, str(error), out_of_memory=True)))
+            logger.error("%s: %s", task, error, extra=extra)
+            socket.send(encode(Fault(request.epoch, step, str(error), out_of_memory=True)))
             return CloseReason.FAILED
-        logger.error("step %d failed", step, exc_info=error, extra=extra)
-        socket.send(encode(Fault(epoch, step, "".join(traceback.format_exception(error)))))
+        logger.error("%s failed", task, exc_info=error, extra=extra)
+        socket.send(encode(Fault(request.epoch, step, "".join(traceback.format_exception(error)))))
         return CloseReason.FAILED
 
     def _register(self, name: str) -> Register:

@@ -25,6 +25,7 @@ from services.worker.cpu_tuning import (
 from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
+from services.worker.parallel_config import parse_rendezvous
 from services.worker.runner import ModelRunner
 from shared.errors import ConfigError
 from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 def start_runner(config: WorkerConfig) -> ModelRunner:
     """Load a model and return its warm runner. Raise ModelError or ConfigError if it cannot be found, loaded or run."""
+    if config.parallel.world_size > 1:
+        parse_rendezvous(config.rendezvous)  # the ranks meet later: do not load a model in vain
     device = tune_process(config)
     ops = choose_ops(device, config)
     folder = locate(config.model, config.revision, config.download_dir)

@@ -54,9 +54,9 @@ def locate(model: str, revision: str | None = None, cache: str | None = None) ->
         )
     if _looks_like_path(model):
         raise ModelError(f"there is no folder {model}")
-    name, _, quantisation = model.partition(":")
-    if quantisation:
-        choose = partial(gguf_files, quantisation=quantisation)
+    name, _, quantization = model.partition(":")
+    if quantization:
+        choose = partial(gguf_files, quantization=quantization)
         folder = download(name, revision, choose, cache)
         files = choose([str(file.relative_to(folder)) for file in folder.rglob(GGUF_GLOB)])
         return model_folder(folder / files[0], cache_folder() / "gguf")

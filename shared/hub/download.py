@@ -61,15 +61,15 @@ def files_to_fetch(files: Sequence[str], *, weights: bool = True) -> list[str]:
     return (weight_files if weights else []) + matching(SMALL_FILES)
 
 
-def gguf_files(files: Sequence[str], quantisation: str) -> list[str]:
+def gguf_files(files: Sequence[str], quantization: str) -> list[str]:
     """Return a repository's GGUF file of this type, or its parts. Raise `ModelError`, which lists the files."""
     available = sorted(name for name in files if is_gguf(name) and "mmproj" not in name.lower())
-    pattern = re.compile(rf"(^|[-._/]){re.escape(quantisation)}([-./]|$)", re.IGNORECASE)
+    pattern = re.compile(rf"(^|[-._/]){re.escape(quantization)}([-./]|$)", re.IGNORECASE)
     matches = [name for name in available if pattern.search(name)]
     if len(matches) > 1 and not all(PART_NAME.fullmatch(name) for name in matches):
-        raise ModelError(f"{quantisation} may be any of {', '.join(matches)}; fetch one and name the file itself")
+        raise ModelError(f"{quantization} may be any of {', '.join(matches)}; fetch one and name the file itself")
     if not matches:
-        raise ModelError(f"there is no GGUF file of type {quantisation}; there are: {', '.join(available) or 'none'}")
+        raise ModelError(f"there is no GGUF file of type {quantization}; there are: {', '.join(available) or 'none'}")
     return matches
 
 

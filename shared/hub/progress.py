@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -18,9 +18,9 @@ TERMINAL_VARIABLE = "QUIRE_ON_TERMINAL"
 """An environment variable that the supervisor sets for its services; not a setting of users."""
 
 
-def on_terminal(environment: Mapping[str, str] = os.environ) -> bool:
+def on_terminal() -> bool:
     """Return whether this process's stderr is shown on a terminal."""
-    return (sys.stderr.isatty() and not logs_json()) or TERMINAL_VARIABLE in environment
+    return (sys.stderr.isatty() and not logs_json()) or TERMINAL_VARIABLE in os.environ
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.core import Limits, fit_model_len
+from services.scheduler.core import Limits
 from shared.errors import ConfigError
 
 GOOD = {"num_blocks": 10, "max_num_seqs": 4, "max_num_batched_tokens": 5, "max_model_len": 160}
@@ -27,10 +27,3 @@ def test_sizes_that_cannot_work_are_refused_by_name(changes: dict[str, object], 
     Limits(**GOOD)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=flag):
         Limits(**{**GOOD, **changes})  # type: ignore[arg-type]
-
-
-def test_a_context_is_reduced_until_it_fits_the_pool() -> None:
-    assert fit_model_len(2048, 1000, 16) == 2048
-    assert fit_model_len(2048, 40, 16) == 640
-    with pytest.raises(ConfigError, match="too small"):
-        fit_model_len(2048, 0, 16)

@@ -3,7 +3,6 @@
 The model gets the dequantised weights, so that it stays the reference for the checkpoint.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from tests.models.tiny_models import set_config
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of their quants, from the lowest four bits on
 
@@ -42,7 +43,7 @@ class Scheme(NamedTuple):
         return {"quant_method": self.method, **settings}
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     quants: NDArray[np.int64]  # (in, out)
     zero_points: NDArray[np.int64]  # (groups, out)
     scales: Tensor  # (groups, out)
@@ -54,7 +55,7 @@ class Quantised(NamedTuple):
         return ((quants - zero_points).float() * self.scales.float()[self.g_idx]).T.contiguous()
 
 
-def quantise(weight: Tensor, scheme: Scheme) -> Quantised:
+def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
     """Quantise `weight` (out, in), each group from its minimum to its maximum, or around zero."""
     inputs = weight.shape[1]
     group_size = inputs if scheme.group_size == -1 else scheme.group_size
@@ -74,10 +75,10 @@ def quantise(weight: Tensor, scheme: Scheme) -> Quantised:
     stored_scales = torch.stack(scales).to(scheme.scales)
     points = torch.stack(zero_points).long().numpy()
     quants = (weight.T / stored_scales.float()[g_idx]).round().long().numpy() + points[g_idx]
-    return Quantised(quants.clip(0, largest), points, stored_scales, g_idx)
+    return Quantized(quants.clip(0, largest), points, stored_scales, g_idx)
 
 
-def gptq_tensors(matrix: Quantised, scheme: Scheme) -> dict[str, Tensor]:
+def gptq_tensors(matrix: Quantized, scheme: Scheme) -> dict[str, Tensor]:
     """Pack eight quants of 4 bits, or four of 8, in an int32: eight inputs of weights, eight outputs of zero points."""
     pack_factor, offset = 32 // scheme.bits, 1 if scheme.layout == "gptq" else 0
     starts = range(0, len(matrix.quants), pack_factor)
@@ -90,7 +91,7 @@ def gptq_tensors(matrix: Quantised, scheme: Scheme) -> dict[str, Tensor]:
     return tensors if scheme.g_idx == "absent" else tensors | {"g_idx": g_idx * (scheme.g_idx == "true")}
 
 
-def awq_tensors(matrix: Quantised) -> dict[str, Tensor]:
+def awq_tensors(matrix: Quantized) -> dict[str, Tensor]:
     """Pack eight outputs in an int32, of weights and zero points alike."""
 
     def packed(numbers: NDArray[np.int64]) -> Tensor:
@@ -121,26 +122,25 @@ def save_packed(
     With act_order, the modules that are `other` get another permutation of their inputs.
     """
 
-    def quantise_module(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        matrix = quantise(weight, scheme._replace(seed=1) if other(name) else scheme)
+    def quantize_module(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        matrix = quantize(weight, scheme._replace(seed=1) if other(name) else scheme)
         tensors = awq_tensors(matrix) if scheme.method == "awq" else gptq_tensors(matrix, scheme)
         return {suffix: tensor.contiguous() for suffix, tensor in tensors.items()}, matrix.weight()
 
-    save_quantised(model, folder, quantise_module, plain)
-    config = json.loads((folder / "config.json").read_bytes()) | {"quantization_config": scheme.config}
-    (folder / "config.json").write_text(json.dumps(config))
+    save_quantized(model, folder, quantize_module, plain)
+    set_config(folder, quantization_config=scheme.config)
     return folder
 
 
-def save_quantised(
+def save_quantized(
     model: PreTrainedModel,
     folder: Path,
-    quantise_module: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
+    quantize_module: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
     plain: Callable[[str], bool],
 ) -> None:
     """Save `model` with other tensors in place of its weights (out, in), except for the modules that are `plain`.
 
-    `quantise_module` returns these, by suffix, for a module's name and weight, and the weight that they stand for. The
+    `quantize_module` returns these, by suffix, for a module's name and weight, and the weight that they stand for. The
     model gets the latter.
     """
     modules = {
@@ -152,9 +152,9 @@ def save_quantised(
     for name, module in modules.items():
         weight = module.weight.detach()
         outputs_first = weight if isinstance(module, torch.nn.Linear) else weight.T
-        tensors, dequantised = quantise_module(name, outputs_first.clone())
+        tensors, dequantized = quantize_module(name, outputs_first.clone())
         packed |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        outputs_first.copy_(dequantised)
+        outputs_first.copy_(dequantized)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(path).items() if name.removesuffix(".weight") not in modules}

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models.gptq_awq_writer import pack, save_quantised
+from tests.models.gptq_awq_writer import pack, save_quantized
+from tests.models.tiny_models import set_config
 
 CONFIG = {"quant_method": "squeezellm", "wbits": 4}
 
@@ -26,7 +27,7 @@ class TableScheme(NamedTuple):
     tables: torch.dtype = torch.float16
 
 
-def quantise(weight: Tensor, scheme: TableScheme) -> tuple[dict[str, Tensor], Tensor]:
+def quantize(weight: Tensor, scheme: TableScheme) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tensors of `weight` (out, in), and the weight that they stand for.
 
     An output's table has sixteen quantiles of its weights, and no even steps. Outliers, its largest ones, are left out
@@ -62,18 +63,9 @@ def save_tables(
     plain: Callable[[str], bool] = lambda name: name == "lm_head",
 ) -> Path:
     """Save `model` quantised, except for the modules that are `plain`, and give it the dequantised weights."""
-    save_quantised(model, folder, lambda _, weight: quantise(weight, scheme), plain)
-    set_quantization(folder, CONFIG)
+    save_quantized(model, folder, lambda _, weight: quantize(weight, scheme), plain)
+    set_config(folder, quantization_config=CONFIG)
     return folder
-
-
-def set_quantization(folder: Path, settings: dict[str, Any] | None) -> None:
-    """Set or remove `quantization_config` of config.json."""
-    config = json.loads((folder / "config.json").read_bytes())
-    config.pop("quantization_config", None)
-    if settings is not None:
-        config["quantization_config"] = settings
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def as_published(folder: Path) -> Path:
@@ -87,6 +79,6 @@ def as_published(folder: Path) -> Path:
     }
     torch.save(tensors | thresholds, folder / "sq-tiny-w4-s45.pt")
     path.unlink()
-    set_quantization(folder, None)
+    set_config(folder, "quantization_config")
     (folder / "quant_config.json").write_text(json.dumps({"wbits": 4}, indent=4))
     return folder

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,7 +21,7 @@ from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.family_variants import VARIANTS
-from tests.models.tiny_models import llama, opt, save
+from tests.models.tiny_models import change_weights, llama, opt, save
 
 CPU = torch.device("cpu")
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {**VARIANTS, "llama": llama, "opt": opt, "granite": granite}
@@ -49,12 +48,6 @@ def save_changed(name: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 # quantised weights
 
 QUANTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -64,19 +57,19 @@ PROJECTION = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize("dtype", QUANTS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_weights_that_need_scales_are_refused(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    def quantise(tensors: dict[str, Tensor]) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
         tensors[PROJECTION] = tensors[PROJECTION].to(dtype)
         tensors[f"{PROJECTION}_scale"] = torch.tensor(0.5)
 
     save_changed(name, tmp_path)
-    rewrite_weights(tmp_path, quantise)
+    change_weights(tmp_path, quantize)
     refused(tmp_path, re.escape(f"tensor {PROJECTION} is of {dtype}: quantised weights are not supported"))
 
 
 def test_integers_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
     save_changed("granite", tmp_path)
     mask = torch.ones(1, 1, 4, 4)
-    rewrite_weights(
+    change_weights(
         tmp_path, lambda t: t.update({"model.layers.0.self_attn.bias": mask.to(torch.uint8), "m": mask.bool()})
     )
     assert load(tmp_path).model.shape.architecture == "GraniteForCausalLM"
@@ -110,13 +103,13 @@ def test_markers_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_logits_must_be_finite(name: str, tensor: str, value: float, tmp_path: Path) -> None:
     save_changed(name, tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors[tensor].fill_(value))
+    change_weights(tmp_path, lambda tensors: tensors[tensor].fill_(value))
     refused(tmp_path, "the model's logits are not finite")
 
 
 def test_a_type_too_narrow_for_the_weights(tmp_path: Path) -> None:
     save_changed("llama", tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    change_weights(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
     assert load(tmp_path).precision.dtype == torch.float32
     refused(tmp_path, "logits are not finite: .*too large for float16", dtype="float16")
 
@@ -128,7 +121,7 @@ def test_models_of_few_positions_are_tried_too(tmp_path: Path) -> None:
     ):
         rows = 5 if name == "opt" else 3  # two rows of the table come before position 0
         folder = save_changed(name, tmp_path / name, **{field: 3})
-        rewrite_weights(folder, lambda t, tensor=tensor, rows=rows: t.update({tensor: t[tensor][:rows]}))
+        change_weights(folder, lambda t, tensor=tensor, rows=rows: t.update({tensor: t[tensor][:rows]}))
         assert load(folder).model.shape.max_positions == 3
 
 

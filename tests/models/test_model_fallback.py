@@ -1,4 +1,4 @@
-"""Compares transformers' code with Quire's attention, for architectures without a family, with transformers alone."""
+"""Tests transformers' code with Quire's attention; test_model_families.py compares it with transformers alone."""
 
 import weakref
 from pathlib import Path
@@ -19,51 +19,6 @@ TOKENS = torch.randint(3, 263, (41,), generator=torch.Generator().manual_seed(1)
 SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]
 
 OPS = ops(torch.device("cpu"))
-
-Pair = tuple[PreTrainedModel, Path]
-
-
-@pytest.fixture(scope="module", params=list(MODELS))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    model = MODELS[request.param]()
-    return model, save(model, tmp_path_factory.mktemp("model"))
-
-
-def test_logits_equal_those_of_transformers(pair: Pair) -> None:
-    model, folder = pair
-    forward = Forward(folder)
-    assert isinstance(forward.decoder, TransformersModel)
-    forward.enter(2, TOKENS, SCATTERED)
-    (ours,) = forward.step((2, 0, len(TOKENS)))
-    theirs = reference_logits(model, TOKENS)
-    assert theirs.std() > 0.3  # or the comparison would mean nothing
-    assert (ours - theirs).abs().max() < 1e-4
-
-
-def test_chunks_make_no_difference(pair: Pair) -> None:
-    model, folder = pair
-    forward = Forward(folder)
-    forward.enter(0, TOKENS, SCATTERED)
-    theirs = reference_logits(model, TOKENS)
-    for counts in ([1] * 41, [17, 1, 22, 1], [40, 1]):
-        forward.storage.zero_()
-        parts, start = [], 0
-        for count in counts:
-            parts += forward.step((0, start, count))
-            start += count
-        assert (torch.cat(parts) - theirs).abs().max() < 1e-4
-
-
-def test_neighbours_make_no_difference(pair: Pair) -> None:
-    model, folder = pair
-    forward = Forward(folder)
-    texts = [TOKENS[:30], TOKENS[5:], TOKENS[::-1], TOKENS[7:8]]
-    for slot, tokens in enumerate(texts):
-        forward.enter(slot, tokens, range(slot * 16, slot * 16 + 12))
-    forward.step((0, 0, 29), (1, 0, 10), (2, 0, 3))
-    first, second, third, fourth = forward.step((2, 3, 38), (0, 29, 1), (3, 0, 1), (1, 10, 26))
-    for ours, tokens in ((first, texts[2]), (second, texts[0]), (third, texts[3]), (fourth, texts[1])):
-        assert (ours - reference_logits(model, tokens)[-len(ours) :]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("form", ["shards", "bin", "a lone file"])

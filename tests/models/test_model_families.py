@@ -1,4 +1,6 @@
-"""Compares families with transformers in float32, and with themselves in other batches, chunks and block tables."""
+"""Compares families, and models that transformers' code computes, with transformers in float32, and with themselves in
+other batches, chunks and block tables.
+"""
 
 from pathlib import Path
 
@@ -6,9 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.worker.models.fallback.model import TransformersModel
+from tests.models import fallback_models
 from tests.models.family_variants import VARIANTS
 from tests.models.tiny_models import Forward, reference_logits, save
 
+Pair = tuple[PreTrainedModel, Path]
+
+FALLBACK = {f"transformers' {name}": make for name, make in fallback_models.MODELS.items()}
 MADE: dict[str, PreTrainedModel] = {}
 
 
@@ -22,15 +29,17 @@ TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)
 SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    model = variant(request.param)
+@pytest.fixture(scope="module", params=[*VARIANTS, *FALLBACK])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    name = request.param
+    model = FALLBACK[name]() if name in FALLBACK else variant(name)
     return model, save(model, tmp_path_factory.mktemp("model"))
 
 
-def test_logits_equal_those_of_transformers(pair: tuple[PreTrainedModel, Path]) -> None:
+def test_logits_equal_those_of_transformers(pair: Pair, request: pytest.FixtureRequest) -> None:
     model, folder = pair
     forward = Forward(folder)
+    assert isinstance(forward.decoder, TransformersModel) is (request.node.callspec.params["pair"] in FALLBACK)
     forward.enter(2, TOKENS, SCATTERED)
     (ours,) = forward.step((2, 0, len(TOKENS)))
     theirs = reference_logits(model, TOKENS)
@@ -38,7 +47,7 @@ def test_logits_equal_those_of_transformers(pair: tuple[PreTrainedModel, Path]) 
     assert (ours - theirs).abs().max() < 1e-4
 
 
-def test_chunks_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> None:
+def test_chunks_make_no_difference(pair: Pair) -> None:
     _, folder = pair
     forward = Forward(folder)
     forward.enter(0, TOKENS, SCATTERED)
@@ -52,7 +61,7 @@ def test_chunks_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> None:
         assert (torch.cat(parts) - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
-def test_neighbours_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> None:
+def test_neighbours_make_no_difference(pair: Pair) -> None:
     model, folder = pair
     forward = Forward(folder)
     texts = [TOKENS[:30], TOKENS[5:], TOKENS[::-1], TOKENS[7:8]]
@@ -64,7 +73,7 @@ def test_neighbours_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> No
         assert (ours - reference_logits(model, tokens)[-len(ours) :]).abs().max() < 1e-4
 
 
-def test_random_weights_have_the_shapes(pair: tuple[PreTrainedModel, Path]) -> None:
+def test_random_weights_have_the_shapes(pair: Pair) -> None:
     model, folder = pair
     forward = Forward(folder, load_format="dummy", dtype="float32")
     forward.enter(0, TOKENS, SCATTERED)

@@ -23,7 +23,7 @@ from services.worker.models.precision import Precision
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.family_variants import VARIANTS
-from tests.models.tiny_models import Forward, llama, opt, reference_logits, save, set_config
+from tests.models.tiny_models import Forward, change_weights, llama, opt, reference_logits, save, set_config
 
 TOKENS = [5, 9, 100, 3, 77, 12]
 
@@ -36,12 +36,6 @@ def logits(folder: Path, **config: Any) -> Tensor:
 
 def assert_same(folder: Path, model: PreTrainedModel, **config: Any) -> None:
     assert (logits(folder, **config) - reference_logits(model, TOKENS)).abs().max() < 1e-4
-
-
-def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def as_bin(folder: Path, **options: Any) -> None:
@@ -155,7 +149,7 @@ def test_older_names_of_opt(tmp_path: Path) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    rewrite_weights(tmp_path, rename)
+    change_weights(tmp_path, rename)
     assert_same(tmp_path, model)
 
 
@@ -184,7 +178,7 @@ def test_a_model_without_its_prefix(tmp_path: Path) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    rewrite_weights(tmp_path, rename)
+    change_weights(tmp_path, rename)
     assert_same(tmp_path, model)
 
 
@@ -220,7 +214,7 @@ def test_untied_without_a_head_is_refused(tmp_path: Path) -> None:
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     """LDG-02."""
     save(llama(), tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    change_weights(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
         logits(tmp_path)
 
@@ -228,7 +222,7 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     """LDG-02."""
     save(llama(), tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
+    change_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[59\], and config\.json says \[60\]"):
         logits(tmp_path)
 
@@ -251,10 +245,10 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
 def test_a_wrong_tensor_of_any_kind_is_named(tmp_path: Path, variant: str, tensor: str, shape: list[int]) -> None:
     save(VARIANTS[variant](), tmp_path)
     wrong = [shape[0] + 1, *shape[1:]]
-    rewrite_weights(tmp_path, lambda tensors: tensors.update({tensor: torch.ones(wrong)}))
+    change_weights(tmp_path, lambda tensors: tensors.update({tensor: torch.ones(wrong)}))
     with pytest.raises(ModelError, match=re.escape(f"{tensor} has shape {wrong}, and config.json says {shape}")):
         logits(tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors.pop(tensor))
+    change_weights(tmp_path, lambda tensors: tensors.pop(tensor))
     with pytest.raises(ModelError, match=re.escape(f"tensor {tensor} is missing")):
         logits(tmp_path)
 
@@ -271,14 +265,14 @@ def test_gpt2_as_it_was_first_published(tmp_path: Path, caplog: pytest.LogCaptur
             tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 128, 128)
             tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
 
-    rewrite_weights(tmp_path, rename)
+    change_weights(tmp_path, rename)
     assert_same(tmp_path, model)
     assert not caplog.records
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     save(llama(), tmp_path)
-    rewrite_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(60, dtype=torch.int8)}))
+    change_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(60, dtype=torch.int8)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight is of torch\.int8"):
         logits(tmp_path)
     set_config(tmp_path, quantization_config={"quant_method": "fp8"})
@@ -291,7 +285,7 @@ def test_extra_tensors_give_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
     model = llama()
     save(model, tmp_path)
     extra = {f"extra.{number}": torch.ones(1) for number in range(7)}
-    rewrite_weights(
+    change_weights(
         tmp_path, lambda t: t.update(extra | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)})
     )
     with caplog.at_level(logging.WARNING):

@@ -23,6 +23,7 @@ from tests.models.fallback_models import granite
 from tests.models.family_variants import mixtral
 from tests.models.forward import CPU
 from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.squeezellm_writer import TableScheme, save_tables
 from tests.models.tiny_models import llama, opt, save
 
 FLOAT32 = Precision(torch.float32, None, torch.float32)
@@ -127,7 +128,7 @@ def test_ranks_have_the_fingerprint_of_their_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "message"),
     [
-        ({}, {"tensor_parallel_size": 3}, "attention heads, 8, cannot be divided"),
+        ({}, {"tensor_parallel_size": 3}, "attention heads, 8, cannot be divided by it; this model takes 1, 2, 4, 8"),
         ({"intermediate_size": 77}, {"tensor_parallel_size": 2}, "intermediate_size, 77, cannot be divided"),
         (
             {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
@@ -135,7 +136,7 @@ def test_ranks_have_the_fingerprint_of_their_group(tmp_path: Path) -> None:
             "heads of keys and values, 3, are neither a multiple nor a divisor",
         ),
         ({"vocab_size": 5}, {"tensor_parallel_size": 4}, "vocabulary, 5, is too small"),
-        ({"num_hidden_layers": 3}, {"pipeline_parallel_size": 4}, "the model has 3 layers"),
+        ({"num_hidden_layers": 3}, {"pipeline_parallel_size": 4}, "the model has only 3 layers"),
     ],
 )
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -154,12 +155,15 @@ def test_experts_that_ranks_cannot_divide(tmp_path: Path) -> None:
 
 
 def test_quants_that_ranks_cannot_divide(tmp_path: Path) -> None:
-    """Two ranks would have 48 inputs of `down`, and 4 outputs of keys, each."""
+    """Two ranks would have 48 inputs of `down`, and 4 outputs of keys, each; eight would have 12 of the former."""
     groups = save_packed(llama(**SIZES | {"intermediate_size": 96}), tmp_path / "groups", Scheme())
     words = {"num_attention_heads": 16, "head_dim": 4, "intermediate_size": 128}
     packed = save_packed(llama(**SIZES | words), tmp_path / "words", Scheme(method="awq", symmetric=False))
     with pytest.raises(ModelError, match=r"words: tensor .*k_proj.qweight: outputs 4 to 8 .* no whole words of 8"):
         load(packed, tensor_parallel_size=2, rank=1, dtype="float32")
+    tables = save_tables(llama(**SIZES | {"intermediate_size": 96}), tmp_path / "tables", TableScheme())
+    with pytest.raises(ModelError, match=r"tables: tensor .*down_proj.qweight: inputs 12 to 24.* no whole words of 8"):
+        load(tables, tensor_parallel_size=8, rank=1, dtype="float32")
     if not extension.load():
         return
     with pytest.raises(ModelError, match=r"groups: tensor .*down_proj.weight: a rank's 48 of 96 inputs are not whole"):

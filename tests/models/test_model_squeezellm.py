@@ -1,7 +1,6 @@
-"""Compares SqueezeLLM checkpoints, quantised and dequantised, with transformers on the dequantised weights."""
+"""Tests what only SqueezeLLM checkpoints have: tables and outliers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,91 +8,39 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kernels.cpu import extension
-from kernels.load import ops, reference
+from kernels.load import ops
 from services.worker.checkpoint.model_folder import ModelFolder
-from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
-from shared.errors import ConfigError, ModelError
-from tests.models.fallback_models import stablelm
-from tests.models.family_variants import gpt2, mixtral, phi3, qwen2
+from shared.errors import ModelError
+from tests.models.family_variants import mixtral
 from tests.models.peft_adapters import adapted, make_adapter
-from tests.models.squeezellm_writer import TableScheme, as_published, quantise, save_tables, set_quantization
+from tests.models.quantized_checkpoints import (
+    CPU,
+    TOKENS,
+    WIDE,
+    Q,
+    assert_rounded,
+    compiled,
+    logits,
+    replace_tensor,
+    weight_files,
+)
+from tests.models.squeezellm_writer import TableScheme, as_published, quantize, save_tables
 from tests.models.test_model_lora import logits_with
-from tests.models.tiny_models import Forward, llama, opt, reference_logits, save
+from tests.models.tiny_models import llama, reference_logits, save, set_config
 
-CPU = torch.device("cpu")
-compiled = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
-Q = "model.layers.0.self_attn.q_proj"
-TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: llama(**WIDE),
-    "qwen2": lambda: qwen2(**WIDE),
-    "phi3": lambda: phi3(**WIDE),
-    "opt": lambda: opt(hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_attention_heads=4),
-    "gpt2": lambda: gpt2(n_embd=64, n_head=4),
-}
 SCHEMES = {
     "dense": TableScheme(),
     "outliers": TableScheme(outliers=0.02),
-    "outliers and whole rows": TableScheme(outliers=0.02, full_rows=3, tables=torch.float32),
 }
-CASES = [(name, scheme) for name in MODELS for scheme in ("dense", "outliers and whole rows")]
-
-
-def logits(folder: Path, **config: Any) -> tuple[Tensor, Forward]:
-    forward = Forward(folder, **config)
-    forward.enter(0, TOKENS, range(11))
-    return forward.step((0, 0, len(TOKENS)))[0], forward
-
-
-def weight_files(folder: Path) -> WeightFiles:
-    return WeightFiles(ModelFolder.read(folder))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_tables(llama(**WIDE), tmp_path, TableScheme(outliers=0.02, full_rows=2))
-
-
-@pytest.mark.parametrize(("name", "scheme"), CASES)
-def test_logits_are_those_of_transformers(
-    name: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Matrices that a family joins, and those that it transposes, with and without outliers."""
-    model = MODELS[name]()
-    folder = save_tables(model, tmp_path, SCHEMES[scheme])
-    theirs = reference_logits(model, TOKENS)
-    assert theirs.std() > 0.3  # or the comparison would mean nothing
-    ours, forward = logits(folder, dtype="float32")
-    assert forward.precision.name == "float32"
-    assert (ours - theirs).abs().max() < 1e-4
-    if extension.load():
-        ours, forward = logits(folder)
-        assert forward.precision.name == "squeezellm"
-        # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.
-        assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_codes_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
-    model = MODELS["llama"]()
-    files = weight_files(save_tables(model, tmp_path, SCHEMES[scheme]))
-    assert set(files.names) == set(model.state_dict())
-    for name, weight in model.state_dict().items():
-        assert torch.equal(files.get(name), weight)
-        quantized = files.get_quantized(name)
-        assert files.is_quantized(name) is (quantized is not None)
-        if quantized is not None:
-            assert torch.equal(quantized.dequantize(), weight)
-    assert files.is_quantized(f"{Q}.weight")
-    assert not files.is_quantized("lm_head.weight")
 
 
 def test_the_layout_is_that_of_the_published_kernels(tmp_path: Path) -> None:
@@ -117,7 +64,7 @@ def test_the_layout_is_that_of_the_published_kernels(tmp_path: Path) -> None:
 
 def test_a_checkpoint_as_it_was_published_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A pickle with settings among its tensors, and a quant_config.json."""
-    model = MODELS["llama"]()
+    model = llama(**WIDE)
     scheme = TableScheme(outliers=0.02, full_rows=2, tables=torch.float32)
     folder = as_published(save_tables(model, tmp_path, scheme))
     ours, _ = logits(folder, dtype="float32")
@@ -140,7 +87,7 @@ def test_a_tied_head_that_is_packed_is_the_embedding_too(tmp_path: Path) -> None
     theirs = reference_logits(model, TOKENS)
     assert (logits(folder, dtype="float32")[0] - theirs).abs().max() < 1e-4
     ours, _ = logits(folder)
-    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert_rounded(ours, theirs)
 
 
 @pytest.mark.parametrize("scheme", ["dense", "outliers"])
@@ -148,13 +95,13 @@ def test_experts_may_have_tables(scheme: str, tmp_path: Path) -> None:
     """Transformers joins the experts of a layer in one parameter, so they are packed in the file."""
     model = mixtral(**WIDE)
     folder = save_tables(model, tmp_path / "packed", SCHEMES[scheme], plain=lambda name: "head" in name)
-    tensors, dequantised = load_file(folder / "model.safetensors"), {}
+    tensors, dequantized = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if ".experts." in name]:
-        parts, dequantised[name] = quantise(tensors.pop(name), SCHEMES[scheme])
+        parts, dequantized[name] = quantize(tensors.pop(name), SCHEMES[scheme])
         tensors |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
     save_file(tensors, folder / "model.safetensors")
     plain = save(model, tmp_path / "plain")
-    save_file(load_file(plain / "model.safetensors") | dequantised, plain / "model.safetensors")
+    save_file(load_file(plain / "model.safetensors") | dequantized, plain / "model.safetensors")
     theirs, _ = logits(plain, dtype="float32")
     assert (logits(folder, dtype="float32")[0] - theirs).abs().max() < 1e-4
     if extension.load():
@@ -168,33 +115,13 @@ def test_experts_may_have_tables(scheme: str, tmp_path: Path) -> None:
 def test_a_matrix_with_a_plain_part_is_dequantised_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MODELS["llama"]()
+    model = llama(**WIDE)
     names = ("lm_head", "model.layers.1.self_attn.k_proj")
     folder = save_tables(model, tmp_path, TableScheme(), plain=lambda name: name in names)
     theirs = reference_logits(model, TOKENS)
     ours, _ = logits(folder)
-    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert_rounded(ours, theirs)
     assert "2 tensors are dequantised, model.layers.1.self_attn.q_proj.weight the first" in caplog.text
-
-
-def test_without_kernels_for_it_it_is_dequantised_and_it_is_said(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load_model(folder, WorkerConfig(device="cpu"), CPU, reference()).precision.name == "float32"
-    assert "needs the kernels compiled for this CPU" in caplog.text
-    with pytest.raises(ConfigError, match="--quantization squeezellm needs the kernels compiled for this CPU"):
-        load_model(folder, WorkerConfig(device="cpu", quantization="squeezellm"), CPU, reference())
-    with pytest.raises(ConfigError, match="--quantization gptq: the model is not a checkpoint whose"):
-        load_model(folder, WorkerConfig(device="cpu", quantization="gptq"), CPU, ops(CPU))
-
-
-def test_transformers_code_computes_it_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    folder = save_tables(model, tmp_path, TableScheme(outliers=0.02))
-    ours, forward = logits(folder)
-    assert forward.precision.name == "float32"
-    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
-    assert "are dequantised: to compute with them as they are needs a family" in caplog.text
 
 
 @compiled
@@ -219,13 +146,13 @@ def test_adapters_are_added_to_it(scheme: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_bits_are_refused(folder: Path, fields: dict[str, Any], said: str) -> None:
-    set_quantization(folder, fields)
+    set_config(folder, quantization_config=fields)
     with pytest.raises(ModelError, match=f"config.json: quantization_config: {said}"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
 
 
 def test_a_settings_file_with_groups_is_not_squeezellms(folder: Path) -> None:
-    set_quantization(folder, None)
+    set_config(folder, "quantization_config")
     (folder / "quant_config.json").write_text(json.dumps({"wbits": 4, "group_size": 32}))
     folder_settings = ModelFolder.read(folder).quantization
     assert folder_settings is not None
@@ -265,10 +192,7 @@ ROWS = torch.zeros(65, dtype=torch.int32)
     ],
 )
 def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | None, said: str) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop(f"{Q}.{kind}", None)
-    save_file(tensors if tensor is None else tensors | {f"{Q}.{kind}": tensor}, path)
+    replace_tensor(folder, f"{Q}.{kind}", tensor)
     with pytest.raises(ModelError, match=rf"{Q}\.{kind} .*{said}"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
 
@@ -301,10 +225,4 @@ def test_a_matrix_of_another_size_is_named(folder: Path) -> None:
     tensors |= {f"{Q}.qweight": torch.zeros(4, 64, dtype=torch.int32), f"{Q}.lookup_table": torch.ones(64, 16)}
     save_file(tensors, path)
     with pytest.raises(ModelError, match=rf"{Q}\.weight has shape \[64, 32\], and config\.json says \[64, 64\]"):
-        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
-
-
-def test_a_checkpoint_of_floats_that_says_squeezellm_is_refused(tmp_path: Path) -> None:
-    folder = save_tables(llama(**WIDE), tmp_path, TableScheme(), plain=lambda name: True)
-    with pytest.raises(ModelError, match=r"config\.json says squeezellm, but the weight files have no tensor with"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))

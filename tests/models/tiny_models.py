@@ -100,3 +100,13 @@ def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str
     """Replace the tensors of a model folder by the result of `change`."""
     path = folder / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}, path)
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Let `change` change the tensors of a model folder, which it gets by name."""
+
+    def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        change(tensors)
+        return tensors
+
+    rewrite_weights(folder, changed)

@@ -125,13 +125,15 @@ def test_a_request_is_found_by_the_id_that_its_client_has_seen(
 
 def test_all_prompts_and_attempts_of_a_request_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     core = RecordedScheduler(LIMITS, Recorder(str(tmp_path), "east", "model", lambda: 100.0))
-    for id, name in enumerate(["cmpl-a-0", "cmpl-a-1", "cmpl-b", "cmpl-a-1", "cmpl-a-x", "4"]):
+    for id, name in enumerate(["cmpl-a-0", "cmpl-a-1", "cmpl-b", "cmpl-a-1", "cmpl-a-x", "4", "chatcmpl-c", "resp_c"]):
         core.submit(Submit(id, pack_tokens([1]), 1, Sampling(max_tokens=1, seed=0), request_id=name), 100.0)
     core.end_record()
     (path,) = tmp_path.iterdir()
     titles = [line.partition(",")[0] for line in lines(capsys, path, "--request=a") if line.startswith("request")]
     assert titles == ["request 0 (cmpl-a-0)", "request 1 (cmpl-a-1)", "request 3 (cmpl-a-1)"]
     assert lines(capsys, path, "--request=4")[1].startswith("request 5 (4)"), "a client's id comes before a number"
+    titles = [line.partition(",")[0] for line in lines(capsys, path, "--request=c") if line.startswith("request")]
+    assert titles == ["request 6 (chatcmpl-c)", "request 7 (resp_c)"], "the id in X-Request-Id"
 
 
 def test_a_request_from_before_the_record_has_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,7 +234,7 @@ async def test_the_log_labels_lines_and_keeps_progress_bars() -> None:
 
 
 async def test_as_json_each_line_of_the_log_is_an_object() -> None:
-    """A record of a child keeps its fields; other output becomes a message. Errors are recognized in both."""
+    """A record of a child keeps its fields; other output becomes a message. Errors are recognised in both."""
     source, out = asyncio.StreamReader(), io.BytesIO()
     record = (
         b'{"time": "now", "level": "critical", "service": "worker", "message": "worker: no model", "logger": "worker"}'

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.worker.config import WorkerConfig
 from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_group import RankGroup
+from services.worker.start import start_runner
 from shared.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -41,7 +43,7 @@ def _run_rank(task: Callable[[RankGroup], None], parallel: ParallelConfig, rende
 def exchange(group: RankGroup) -> None:
     """Check every operation. Ranks have their number as values."""
     parallel = group.parallel
-    stage = torch.arange(parallel.tensor_parallel_size) + parallel.stage * parallel.tensor_parallel_size
+    stage = torch.arange(parallel.tensor_parallel_size) + parallel.pp_rank * parallel.tensor_parallel_size
     own = torch.full((3, 2), float(parallel.rank))
     assert torch.equal(group.all_reduce(own.clone()), torch.full((3, 2), float(stage.sum())))
     assert torch.equal(group.all_gather(own), stage.float().repeat_interleave(2).repeat(3, 1))
@@ -83,13 +85,15 @@ def test_a_rank_that_is_not_connected_computes_alone() -> None:
 
 
 @pytest.mark.parametrize("rendezvous", ["", "/no/such/folder", "host", "host:x"])
-def test_a_place_that_is_none_is_refused(rendezvous: str) -> None:
+def test_a_place_that_is_none_is_refused_before_a_model_is_loaded(rendezvous: str) -> None:
+    with pytest.raises(ConfigError, match=f"--rendezvous '{rendezvous}' is neither host:port"):
+        start_runner(WorkerConfig(model="/no/such/model", tensor_parallel_size=2, rendezvous=rendezvous))
     with pytest.raises(ConfigError, match="--rendezvous"):
         RankGroup(ParallelConfig(0, 2, 1), CPU, rendezvous).connect("boot.1")
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
     places = [ParallelConfig(rank, 2, 2) for rank in range(4)]
-    assert [(place.stage, place.tp_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(place.pp_rank, place.tp_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [(place.is_first_stage, place.is_last_stage) for place in places[::2]] == [(True, False), (False, True)]
     assert {place.sampling_rank for place in places} == {2}

@@ -42,6 +42,7 @@ from shared.protocol import (
 from tests.scripted_worker import Script, ScriptedRunner
 
 EPOCH = Epoch("test", 1)
+CONFIGURE = Configure(EPOCH, 16, 8, 4, 64, 128)
 
 
 class LoggingRunner(ScriptedRunner):
@@ -124,7 +125,7 @@ class ServedRunner:
         register = self.receive()
         assert isinstance(register, Register)
         self.register = register
-        self.send(Configure(EPOCH, 16, 8, 4, 64, 128))
+        self.send(CONFIGURE)
 
     def _run(self) -> None:
         with suppress(SystemExit):  # by which a test replaces the end of the process
@@ -221,6 +222,19 @@ def test_a_step_that_fails_names_its_requests(served: ServedRunner, caplog: pyte
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert (record.message, record.request_ids) == ("step 1 failed", ["a", "c"])  # type: ignore[attr-defined]
     assert record.exc_info is not None
+
+
+def test_a_configuration_that_fails_is_a_fault(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
+    def configure(message: Configure) -> None:
+        raise RuntimeError("the ranks did not meet")
+
+    served.runner.configure = configure  # type: ignore[method-assign]
+    served.send(CONFIGURE)
+    fault = served.receive()
+    assert isinstance(fault, Fault)
+    assert (fault.epoch, fault.step) == (EPOCH, 0)
+    assert "the ranks did not meet" in fault.detail
+    assert "the configuration failed" in caplog.messages
 
 
 def test_missing_memory_is_one_line(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,7 +365,7 @@ def test_adapters_of_all_connections_are_read_in_one_thread(served: ServedRunner
         assert served.receive() == AdapterLoaded(number, "digest of a")
         served.send_bytes(b"no message")
         assert isinstance(served.receive(), Register)
-        served.send(Configure(EPOCH, 16, 8, 4, 64, 128))
+        served.send(CONFIGURE)
         assert served.receive() == Configured(EPOCH)
     assert len(served.runner.readers) == 1
 
@@ -436,7 +450,7 @@ def test_a_rank_that_waits_for_nobody_registers_again(rank: ServedRank) -> None:
     configured(rank)
     rank.send_bytes(b"no message")
     assert isinstance(rank.receive(), Register)
-    rank.send(Configure(EPOCH, 16, 8, 4, 64, 128))
+    rank.send(CONFIGURE)
     assert rank.receive() == Configured(EPOCH)
     assert not rank.exits
 

@@ -81,16 +81,6 @@ def check_pool(max_model_len: int, num_blocks: int, block_size: int) -> None:
     _check(max_model_len <= capacity, "max_model_len", rule, max_model_len)
 
 
-def fit_model_len(requested: int, num_blocks: int, block_size: int) -> int:
-    """Return `requested` tokens of context, or as many as the pool holds. Raise `ConfigError` below 2."""
-    max_model_len = min(requested, num_blocks * block_size)
-    if max_model_len < 2:  # one token of prompt and one of output
-        raise ConfigError(
-            f"{num_blocks} blocks of {block_size} tokens are too small for any request: give KV more memory"
-        )
-    return max_model_len
-
-
 def _check(ok: bool, name: str, rule: str, value: object) -> None:
     if not ok:
         raise ConfigError(f"--{name.replace('_', '-')} {rule}, got {value!r}")

@@ -1,7 +1,7 @@
 """Reads the quantised weights of GPTQ and AWQ checkpoints.
 
-Instead of `weight`, a layer has tensors `qweight`, `qzeros`, `scales` and maybe `g_idx`. `PackedWeights` makes `weight`
-from them, as quants for matmuls or as floats. Quants and zero points are packed into int32, the lowest bits first:
+Instead of `weight`, a layer has tensors `qweight`, `qzeros`, `scales` and maybe `g_idx`, of which `GPTQAWQWeights`
+makes `weight`, as quants for matmuls or as floats. Quants and zero points are packed into int32, the lowest bits first:
 
     GPTQ   qweight (in * bits / 32, out), along the inputs; qzeros (groups, out * bits / 32), along the outputs
     AWQ    qweight (in, out / 8) and qzeros (groups, out / 8), along the outputs in the order 0 2 4 6 1 3 5 7
@@ -11,33 +11,19 @@ from them, as quants for matmuls or as floats. Quants and zero points are packed
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.quantized import QUANT_GROUP_SIZE, Layout, QuantizedWeight, Rows, unpack_awq, unpack_words
 from services.worker.checkpoint.quantization_config import QuantizationConfig
+from services.worker.checkpoint.shard import SCALE_DTYPES, Shard, describe, quantized_modules, read_tensor
 from shared.errors import ModelError
 from shared.gguf.tensor_data import Region
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _ALIGNMENT = 8  # outputs in an int32, of either number of bits
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class Shard(Protocol):
-    """An opened file of tensors."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str, region: Region = ()) -> Tensor:
-        """Return what `region` takes of the tensor called `name`."""
-        ...
-
-    def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
-        """Return the parts of mapped files that `get_tensor` reads; none if the tensor is in memory."""
-        ...
 
 
 class _PackedMatrix(NamedTuple):
@@ -49,10 +35,7 @@ class _PackedMatrix(NamedTuple):
     scales: Tensor
     g_idx: Tensor  # (in,) int64
     shape: tuple[int, int]  # (out, in)
-
-    @property
-    def group_size(self) -> int:
-        return self.shape[1] if self.config.group_size == -1 else self.config.group_size
+    group_size: int  # inputs
 
     @property
     def zero_points(self) -> Tensor:
@@ -90,9 +73,9 @@ class _PackedMatrix(NamedTuple):
             qweight=self.qweight[rows], g_idx=self.g_idx[first:end], shape=(self.shape[0], end - first)
         )
 
-    def groups(self, numbers: Tensor) -> "_PackedMatrix":
-        """Return the matrix with these groups in place of its own."""
-        return self._replace(qzeros=self.qzeros[numbers], scales=self.scales[numbers])
+    def split_groups(self, numbers: Tensor) -> "_PackedMatrix":
+        """Return the matrix with groups of QUANT_GROUP_SIZE inputs. `numbers` has the present group of each."""
+        return self._replace(qzeros=self.qzeros[numbers], scales=self.scales[numbers], group_size=QUANT_GROUP_SIZE)
 
 
 class _DequantizedRows:
@@ -115,7 +98,7 @@ class _DequantizedRows:
         return floats[start - first : stop - first]
 
 
-class PackedWeights:
+class GPTQAWQWeights:
     """The packed matrices in `tensors`, a map from each tensor's name to its file.
 
     The constructor raises ModelError naming a tensor that is invalid.
@@ -123,11 +106,7 @@ class PackedWeights:
 
     def __init__(self, tensors: Mapping[str, Shard], config: QuantizationConfig) -> None:
         self._tensors, self._config = tensors, config
-        modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-        if not modules:
-            raise ModelError(
-                f"config.json says {config.method}, but the weight files have no tensor with quants (qweight)"
-            )
+        modules = quantized_modules(tensors, config.method)
         self._matrices = {f"{module}.weight": self._matrix(module) for module in modules}
         self.packed_names = {module + suffix for module in modules for suffix in _SUFFIXES}
 
@@ -171,12 +150,11 @@ class PackedWeights:
         matrix = self._part(name, region)
         in_order = bool((matrix.g_idx.diff() >= 0).all())
         order = None if in_order else matrix.g_idx.argsort(stable=True)
-        group_size = matrix.group_size
         if matrix.shape[1] < self.shape(name)[1]:  # its groups may begin or end outside
             blocks = (matrix.g_idx if order is None else matrix.g_idx[order]).view(-1, QUANT_GROUP_SIZE)
             if not (blocks == blocks[:, :1]).all():
                 return None
-            matrix, group_size = matrix.groups(blocks[:, 0]), QUANT_GROUP_SIZE
+            matrix = matrix.split_groups(blocks[:, 0])
         scales, zero_points = matrix.scales.half(), matrix.zero_points
         if not torch.equal(scales.float(), matrix.scales.float()):
             return None
@@ -186,7 +164,9 @@ class PackedWeights:
             if not mins.isfinite().all():
                 return None
         layout: Layout = "awq" if self._config.method == "awq" else "gptq"
-        return QuantizedWeight(self._config.bits, matrix.qweight, scales.T, mins, zero_point, order, layout, group_size)
+        return QuantizedWeight(
+            self._config.bits, matrix.qweight, scales.T, mins, zero_point, order, layout, matrix.group_size
+        )
 
     def _part(self, name: str, region: Region) -> _PackedMatrix:
         """Return what `region` takes of the outputs and the inputs of a matrix. Groups keep their numbers."""
@@ -197,17 +177,18 @@ class PackedWeights:
         if any(bound % pack_factor for side in region for bound in (side.start, side.stop)):
             raise ModelError(
                 f"tensor {name.removesuffix('.weight')}.qweight: outputs {outputs.start} to {outputs.stop} and inputs "
-                f"{inputs.start} to {inputs.stop}, a rank's part, are no whole words of {pack_factor} quants"
+                f"{inputs.start} to {inputs.stop}, a rank's part, are no whole words of {pack_factor} quants: try a "
+                "smaller --tensor-parallel-size"
             )
         return matrix.outputs(outputs.start, outputs.stop).inputs(inputs.start, inputs.stop)
 
     def _matrix(self, module: str) -> _PackedMatrix:
-        qweight, qzeros, scales = (self._read(module + suffix) for suffix in _SUFFIXES[:3])
+        qweight, qzeros, scales = (read_tensor(self._tensors, module + suffix) for suffix in _SUFFIXES[:3])
         for tensor, name in ((qweight, "qweight"), (qzeros, "qzeros")):
             if tensor.dtype != torch.int32 or tensor.ndim != 2:
-                raise ModelError(f"tensor {module}.{name} must be a matrix of int32, and is {_describe(tensor)}")
-        if scales.dtype not in _SCALE_DTYPES or scales.ndim != 2:
-            raise ModelError(f"tensor {module}.scales must be a matrix of floats, and is {_describe(scales)}")
+                raise ModelError(f"tensor {module}.{name} must be a matrix of int32, and is {describe(tensor)}")
+        if scales.dtype not in SCALE_DTYPES or scales.ndim != 2:
+            raise ModelError(f"tensor {module}.scales must be a matrix of floats, and is {describe(scales)}")
         pack_factor = 32 // self._config.bits
         rows, columns = qweight.shape
         if self._config.method == "gptq":
@@ -221,7 +202,7 @@ class PackedWeights:
         if inputs % QUANT_GROUP_SIZE or outputs % pack_factor:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
         g_idx = self._g_idx(module, inputs, group_size, groups)
-        return _PackedMatrix(self._config, qweight.contiguous(), qzeros, scales, g_idx, (outputs, inputs))
+        return _PackedMatrix(self._config, qweight.contiguous(), qzeros, scales, g_idx, (outputs, inputs), group_size)
 
     def _g_idx(self, module: str, inputs: int, group_size: int, groups: int) -> Tensor:
         """Return the group of each input (in,): `g_idx` if its groups have the right sizes, else contiguous groups.
@@ -231,7 +212,7 @@ class PackedWeights:
         name, contiguous = f"{module}.g_idx", torch.arange(inputs) // group_size
         if name not in self._tensors:
             return contiguous
-        g_idx = self._read(name)
+        g_idx = read_tensor(self._tensors, name)
         _check_shape(name, g_idx, (inputs,))
         if g_idx.is_floating_point() or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
             raise ModelError(f"tensor {name} must name groups from 0 to {groups - 1}")
@@ -241,16 +222,7 @@ class PackedWeights:
             raise ModelError(f"tensor {name} must give each group {group_size} inputs")
         return contiguous
 
-    def _read(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"tensor {name} is missing")
-        return self._tensors[name].get_tensor(name)
-
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and its quants need {list(shape)}")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -17,14 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.table_weight import CODES, TABLE_SIZE, Outliers, TablePart, TableWeight
-from services.worker.checkpoint.gptq_awq import Shard
+from kernels.table_weight import CODES_PER_WORD, TABLE_SIZE, Outliers, TablePart, TableWeight, words_of
+from services.worker.checkpoint.shard import SCALE_DTYPES, Shard, describe, quantized_modules, read_tensor
 from shared.errors import ModelError
 from shared.gguf.tensor_data import Region
 
 _SUFFIXES = (".qweight", ".lookup_table", ".rows", ".cols", ".vals", ".full_rows", ".full_row_indices", ".startrows")
 _SETTINGS = "sparse_threshold."
-_TABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _INPUTS = 32  # each weight has a multiple of them: SqueezeLLM packs no others
 
@@ -39,9 +38,7 @@ class SqueezeLLMWeights:
 
     def __init__(self, tensors: Mapping[str, Shard]) -> None:
         self._tensors = tensors
-        modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-        if not modules:
-            raise ModelError("config.json says squeezellm, but the weight files have no tensor with quants (qweight)")
+        modules = quantized_modules(tensors, self.method)
         self._matrices = {f"{module}.weight": self._matrix(module) for module in modules}
         self.packed_names = {module + suffix for module in modules for suffix in _SUFFIXES}
         self.packed_names |= {name for name in tensors if name.startswith(_SETTINGS)}
@@ -63,7 +60,7 @@ class SqueezeLLMWeights:
         if not region:
             return self._tensors[qweight].mapped(qweight)
         outputs, inputs = region
-        return self._tensors[qweight].mapped(qweight, (slice(inputs.start // CODES, inputs.stop // CODES), outputs))
+        return self._tensors[qweight].mapped(qweight, (words_of(inputs), outputs))
 
     def get_tensor(self, name: str, region: Region = ()) -> Tensor:
         """Return the matrix in float32."""
@@ -77,13 +74,19 @@ class SqueezeLLMWeights:
         part = self._matrices[name]
         if not region or self.shape(name) == tuple(side.stop - side.start for side in region):
             return part
-        return part.region(*region)
+        outputs, inputs = region
+        if inputs.start % CODES_PER_WORD or inputs.stop % CODES_PER_WORD:
+            raise ModelError(
+                f"tensor {name.removesuffix('.weight')}.qweight: inputs {inputs.start} to {inputs.stop}, a rank's "
+                f"part, are no whole words of {CODES_PER_WORD} codes: try a smaller --tensor-parallel-size"
+            )
+        return part.region(outputs, inputs)
 
     def _matrix(self, module: str) -> TablePart:
-        qweight, tables = self._read(f"{module}.qweight"), self._read(f"{module}.lookup_table")
+        qweight, tables = (read_tensor(self._tensors, f"{module}.{name}") for name in ("qweight", "lookup_table"))
         if qweight.dtype != torch.int32 or qweight.ndim != 2:
-            raise ModelError(f"tensor {module}.qweight must be a matrix of int32, and is {_describe(qweight)}")
-        inputs, outputs = len(qweight) * CODES, qweight.shape[1]
+            raise ModelError(f"tensor {module}.qweight must be a matrix of int32, and is {describe(qweight)}")
+        inputs, outputs = len(qweight) * CODES_PER_WORD, qweight.shape[1]
         if inputs == 0 or inputs % _INPUTS:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs, which is no multiple of {_INPUTS}")
         _check_floats(f"{module}.lookup_table", tables, (outputs, TABLE_SIZE))
@@ -108,7 +111,7 @@ class SqueezeLLMWeights:
         names = [f"{module}.{name}" for name in ("rows", "cols", "vals")]
         if not any(name in self._tensors for name in names):
             return None
-        rows, columns, values = map(self._read, names)
+        rows, columns, values = (read_tensor(self._tensors, name) for name in names)
         _check_integers(names[0], rows, outputs + 1)
         if rows[0] != 0 or (rows.diff() < 0).any():
             raise ModelError(f"tensor {names[0]} must begin with 0 and never fall")
@@ -123,22 +126,17 @@ class SqueezeLLMWeights:
         names = [f"{module}.{name}" for name in ("full_row_indices", "full_rows")]
         if not any(name in self._tensors for name in names):
             return None
-        indices, full_rows = map(self._read, names)
+        indices, full_rows = (read_tensor(self._tensors, name) for name in names)
         _check_integers(names[0], indices, indices.numel())
         _check_below(names[0], indices, outputs)
         _check_floats(names[1], full_rows, (inputs, len(indices)))
         which, column = full_rows.T.nonzero(as_tuple=True)
         return indices.long()[which], column, full_rows.T[which, column].float()
 
-    def _read(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"tensor {name} is missing")
-        return self._tensors[name].get_tensor(name)
-
 
 def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype not in _TABLE_DTYPES:
-        raise ModelError(f"tensor {name} must be of floats, and is {_describe(tensor)}")
+    if tensor.dtype not in SCALE_DTYPES:
+        raise ModelError(f"tensor {name} must be of floats, and is {describe(tensor)}")
     if tuple(tensor.shape) != shape:
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and its codes need {list(shape)}")
     if not tensor.isfinite().all():
@@ -147,13 +145,9 @@ def _check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _check_integers(name: str, tensor: Tensor, count: int) -> None:
     if tensor.dtype not in _INDEX_DTYPES or tuple(tensor.shape) != (count,):
-        raise ModelError(f"tensor {name} must be of {count} integers, and is {_describe(tensor)}")
+        raise ModelError(f"tensor {name} must be of {count} integers, and is {describe(tensor)}")
 
 
 def _check_below(name: str, tensor: Tensor, end: int) -> None:
     if len(tensor) and not (tensor.min() >= 0 and tensor.max() < end):
         raise ModelError(f"tensor {name} must have numbers from 0 to {end - 1}")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -7,7 +7,7 @@ missing, cut short or unreadable raises a ModelError that names it.
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,10 @@ from torch import Tensor
 from kernels.quantized import QuantizedWeight, Rows, StackedWeight
 from kernels.table_weight import TableWeight
 from services.worker.checkpoint.gguf import GGUFWeights
-from services.worker.checkpoint.gptq_awq import PackedWeights, Shard
+from services.worker.checkpoint.gptq_awq import GPTQAWQWeights
 from services.worker.checkpoint.model_folder import ModelFolder, WeightFormat, find_weights, ignored_index
 from services.worker.checkpoint.quantization_config import CheckpointQuantization, QuantizationConfig
+from services.worker.checkpoint.shard import Shard
 from services.worker.checkpoint.squeezellm import SqueezeLLMWeights
 from shared.errors import ModelError
 from shared.gguf.tensor_data import Region
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of weights. Tensors of other types hold quants, which mean nothing without their scales."""
 
-_Packed = PackedWeights | SqueezeLLMWeights
+_Packed = GPTQAWQWeights | SqueezeLLMWeights
 _Quantized = _Packed | GGUFWeights
 
 
@@ -126,7 +127,7 @@ class WeightFiles:
         None if it is stored as floats.
         """
         shard = self._shards.get(name)
-        return shard.dequantized_rows(name, region) if isinstance(shard, GGUFWeights | PackedWeights) else None
+        return shard.dequantized_rows(name, region) if isinstance(shard, GGUFWeights | GPTQAWQWeights) else None
 
     def get(self, name: str, region: Region = ()) -> Tensor:
         """Return what `region` takes of the tensor called `name`."""
@@ -145,7 +146,7 @@ class WeightFiles:
 
 
 def _find_packed(tensors: Mapping[str, Shard], config: QuantizationConfig) -> _Packed:
-    return SqueezeLLMWeights(tensors) if config.method == "squeezellm" else PackedWeights(tensors, config)
+    return SqueezeLLMWeights(tensors) if config.method == "squeezellm" else GPTQAWQWeights(tensors, config)
 
 
 def open_shard(path: Path) -> Shard:
@@ -158,6 +159,13 @@ def check_float(name: str, dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
         supported = ", ".join(str(float_type).removeprefix("torch.") for float_type in FLOATS)
         raise ModelError(f"tensor {name} is of {dtype}: quantised weights are not supported (supported: {supported})")
+
+
+def warn_of_unused(names: Sequence[str]) -> None:
+    """Log a warning of the tensors that the model does not use, if there are any."""
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(names[:5]), more)
 
 
 class _SafetensorsShard:

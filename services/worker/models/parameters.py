@@ -31,7 +31,7 @@ from kernels.quantized import (
 from kernels.table_weight import TableWeight
 from services.worker.checkpoint.mapped_pages import release, will_need
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
-from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
+from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float, warn_of_unused
 from services.worker.models.decoder.layers import Weights
 from services.worker.models.device_copy import copy_to
 from services.worker.models.precision import Precision
@@ -205,9 +205,7 @@ def load_weights(
     tensors = _untied_if_heads_differ(files, tensors)
     for source in tensors.sources.values():
         _check(files, source)
-    if others := tensors.unused():
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
+    warn_of_unused(tensors.unused())
     share = Share(tensors.spec, parallel)
     sources = {name: tensors.sources[name].pieces(share) for name in share.parameters(tensors.sources)}
     sources = {name: pieces for name, pieces in sources.items() if pieces}
@@ -257,9 +255,7 @@ def _check(files: WeightFiles, source: ParameterSource) -> None:
 def _refuse_broken_groups(
     files: WeightFiles, source: ParameterSource, pieces: Sequence[Piece], precision: Precision
 ) -> None:
-    """Raise ModelError naming a matrix that is, or will be, quantised in groups of inputs that a rank does not have
-    whole.
-    """
+    """Raise ModelError naming a quantised matrix, or one that will be, of whose inputs a rank has no whole groups."""
     if not precision.quantization or len(pieces[0].shape) == 1:
         return
     whole, own = source.tensors[0].shape[1], pieces[0].shape[1]
@@ -268,7 +264,7 @@ def _refuse_broken_groups(
         if is_quantized and own % QUANT_GROUP_SIZE and whole % QUANT_GROUP_SIZE == 0:
             raise ModelError(
                 f"tensor {tensor.name}: a rank's {own} of {whole} inputs are not whole groups of {QUANT_GROUP_SIZE}, "
-                f"which have a scale each with {precision.name}"
+                f"as {precision.name} needs them: try a smaller --tensor-parallel-size"
             )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.lora import LoraPart
-from services.worker.checkpoint.gptq_awq import Shard
+from services.worker.checkpoint.shard import Shard
 from services.worker.checkpoint.weight_files import check_float, open_shard
 from services.worker.models.adapters.peft_config import CONFIG_FILE, PeftConfig, read_config
 from services.worker.models.adapters.targets import LoraTarget, LoraTargets

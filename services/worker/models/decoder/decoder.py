@@ -181,7 +181,7 @@ class Decoder:
     def _fuse_layers(self) -> Callable[..., Tensor] | None:
         """Return one operation that computes all layers, or None if the kernels have none for such layers.
 
-        None has tensor parallel ranks, which add up what they have twice a layer.
+        Tensor parallel ranks compute without it, since they add up what they have twice a layer.
         """
         spec, ropes = self.spec, self._rotary.ropes
         if self._group.parallel.tensor_parallel_size > 1:

@@ -5,7 +5,6 @@ random or missing weight must not start.
 """
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
+from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float, warn_of_unused
 from services.worker.models.device_copy import Copy, copy_to
 from services.worker.models.fallback.sizes import check_sizes
 from shared.errors import ModelError
 from shared.hub.progress import progress
-
-logger = logging.getLogger(__name__)
 
 
 def build_model(
@@ -126,9 +123,7 @@ def _load(model_class: Any, config: Any, files: WeightFiles, dtype: torch.dtype,
     if missing := sorted(loading_info["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{folder}: tensor {missing[0]} is missing{more}")
-    if others := sorted(loading_info["unexpected_keys"]):
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
+    warn_of_unused(sorted(loading_info["unexpected_keys"]))
     return model
 
 

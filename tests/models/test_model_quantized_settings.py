@@ -18,7 +18,7 @@ from services.worker.models.registry import read_supported
 from shared.errors import ModelError
 from tests.models.fallback_models import stablelm
 from tests.models.gptq_awq_writer import Scheme, save_packed
-from tests.models.tiny_models import Forward, llama, reference_logits
+from tests.models.tiny_models import Forward, llama, reference_logits, set_config
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -32,9 +32,7 @@ AUTOAWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"
 def beside(model: PreTrainedModel, folder: Path, scheme: Scheme, **files: dict[str, Any]) -> Path:
     """Return the model folder with these files in place of its `quantization_config`."""
     save_packed(model, folder, scheme)
-    config = json.loads((folder / "config.json").read_bytes())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    set_config(folder, "quantization_config")
     for name, settings in files.items():
         (folder / f"{name}.json").write_text(json.dumps(settings))
     return folder

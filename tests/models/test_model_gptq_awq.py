@@ -1,7 +1,6 @@
-"""Compares GPTQ and AWQ checkpoints, quantised and dequantised, with transformers on the dequantised weights."""
+"""Tests what only GPTQ and AWQ checkpoints have: groups, zero points and an order of activations."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,113 +8,36 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kernels import quantized
-from kernels.cpu import extension
-from kernels.load import ops, reference
+from kernels.load import ops
 from services.worker.checkpoint import quantization_config
 from services.worker.checkpoint.model_folder import ModelFolder
-from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
-from shared.errors import ConfigError, ModelError
-from tests.models.fallback_models import stablelm
-from tests.models.family_variants import gpt2, phi3
+from shared.errors import ModelError
 from tests.models.gptq_awq_writer import Scheme, save_packed
-from tests.models.tiny_models import Forward, llama, opt, reference_logits
-
-CPU = torch.device("cpu")
-compiled = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
-Q = "model.layers.0.self_attn.q_proj"
-TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: llama(**WIDE),
-    "phi3": lambda: phi3(**WIDE),
-    "opt": lambda: opt(hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_attention_heads=4),
-    "gpt2": lambda: gpt2(n_embd=64, n_head=4),
-}
-SCHEMES = {
-    "gptq, symmetric": Scheme(),
-    "gptq, zeros": Scheme(symmetric=False, group_size=64),
-    "gptq, zeros as they are": Scheme(symmetric=False, layout="gptq_v2", group_size=-1),
-    "gptq, 8 bits": Scheme(bits=8),
-    "gptq, 8 bits, zeros": Scheme(bits=8, symmetric=False, group_size=-1, layout="gptq_v2"),
-    "gptq, order of activations": Scheme(act_order=True),
-    "gptq, order of activations, zeros": Scheme(act_order=True, symmetric=False, group_size=64),
-    "gptq, g_idx of zeros": Scheme(symmetric=False, g_idx="zeros"),
-    "gptq, 8 bits, g_idx of zeros": Scheme(bits=8, g_idx="zeros"),
-    "gptq, no g_idx": Scheme(symmetric=False, g_idx="absent"),
-    "awq": Scheme(method="awq", symmetric=False),
-    "awq, one group": Scheme(method="awq", symmetric=False, group_size=-1),
-}
-CASES = [("llama", scheme) for scheme in SCHEMES] + [
-    (name, scheme) for name in ("phi3", "opt", "gpt2") for scheme in ("gptq, zeros", "awq")
-]
+from tests.models.quantized_checkpoints import (
+    CPU,
+    TOKENS,
+    WIDE,
+    Q,
+    assert_rounded,
+    compiled,
+    logits,
+    replace_tensor,
+    weight_files,
+)
+from tests.models.tiny_models import llama, reference_logits
 
 
 def test_the_config_and_the_kernels_have_the_same_group_size() -> None:
     assert quantization_config.QUANT_GROUP_SIZE == quantized.QUANT_GROUP_SIZE
 
 
-def logits(folder: Path, **config: Any) -> tuple[Tensor, Forward]:
-    forward = Forward(folder, **config)
-    forward.enter(0, TOKENS, range(11))
-    return forward.step((0, 0, len(TOKENS)))[0], forward
-
-
-def weight_files(folder: Path) -> WeightFiles:
-    return WeightFiles(ModelFolder.read(folder))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_packed(llama(**WIDE), tmp_path, Scheme(symmetric=False))
-
-
-@pytest.mark.parametrize(("name", "scheme"), CASES)
-def test_logits_are_those_of_transformers(
-    name: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """LDG-06: with and without an order of activations, in groups of 32 and one group."""
-    model = MODELS[name]()
-    folder = save_packed(model, tmp_path, SCHEMES[scheme])
-    theirs = reference_logits(model, TOKENS)
-    assert theirs.std() > 0.3  # or the comparison would mean nothing
-    ours, forward = logits(folder, dtype="float32")
-    assert forward.precision.name == "float32"
-    assert (ours - theirs).abs().max() < 1e-4
-    if extension.load():
-        ours, forward = logits(folder)
-        assert forward.precision.name == SCHEMES[scheme].method
-        # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.
-        assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
-    """LDG-07, LDG-26: zero points of all sizes, in both layouts of GPTQ."""
-    model = MODELS["llama"]()
-    folder = save_packed(model, tmp_path, SCHEMES[scheme])
-    files = weight_files(folder)
-    assert set(files.names) == set(model.state_dict())
-    for name, weight in model.state_dict().items():
-        assert torch.equal(files.get(name), weight)
-        if not files.is_quantized(name):
-            assert files.get_quantized(name) is None
-            continue
-        quantized = files.get_quantized(name)
-        assert quantized is not None
-        assert quantized.bits == SCHEMES[scheme].bits
-        unpacked = quantized.unpacked()
-        scale = unpacked._replace(quants=torch.ones_like(unpacked.quants), mins=None, zero_point=0).dequantize()
-        error = ((quantized.dequantize() - weight).abs() / scale).max()
-        assert error <= (0 if SCHEMES[scheme].symmetric else 2**quantized.bits * 2.0**-11)
-    assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")
-    assert not files.is_quantized("lm_head.weight")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -162,12 +84,12 @@ def test_g_idx_counts_where_it_is_meant(desc_act: bool | None, tmp_path: Path) -
 def test_parts_of_a_product_with_inputs_in_different_orders_are_dequantised_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MODELS["llama"]()
+    model = llama(**WIDE)
     folder = save_packed(model, tmp_path, Scheme(act_order=True), other=lambda name: name.endswith("1.mlp.up_proj"))
     theirs = reference_logits(model, TOKENS)
     ours, forward = logits(folder)
     assert forward.precision.name == "gptq"
-    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert_rounded(ours, theirs)
     assert "2 tensors are dequantised, model.layers.1.mlp.gate_proj.weight the first" in caplog.text
 
 
@@ -175,13 +97,13 @@ def test_parts_of_a_product_with_inputs_in_different_orders_are_dequantised_and_
 def test_scales_that_are_no_float16_are_dequantised_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MODELS["llama"]()
+    model = llama(**WIDE)
     folder = save_packed(model, tmp_path, Scheme(scales=torch.float32))
     ours, _ = logits(folder, kv_cache_dtype="float32")
     assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
     assert "21 tensors are dequantised" in caplog.text
     caplog.clear()
-    logits(save_packed(MODELS["llama"](), tmp_path / "exact", Scheme(scales=torch.bfloat16)))
+    logits(save_packed(llama(**WIDE), tmp_path / "exact", Scheme(scales=torch.bfloat16)))
     assert not caplog.records
 
 
@@ -194,31 +116,8 @@ def test_modules_that_were_not_converted_are_plain(tmp_path: Path, caplog: pytes
     ours, _ = logits(folder, dtype="float32")
     assert (ours - theirs).abs().max() < 1e-4
     ours, _ = logits(folder)
-    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert_rounded(ours, theirs)
     assert "2 tensors are dequantised, model.layers.1.self_attn.q_proj.weight the first" in caplog.text
-
-
-def test_without_kernels_for_it_it_is_dequantised_and_it_is_said(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load_model(folder, WorkerConfig(device="cpu"), CPU, reference()).precision.name == "float32"
-    assert "needs the kernels compiled for this CPU" in caplog.text
-    with pytest.raises(ConfigError, match="--quantization gptq needs the kernels compiled for this CPU"):
-        load_model(folder, WorkerConfig(device="cpu", quantization="gptq"), CPU, reference())
-    with pytest.raises(ConfigError, match="--quantization awq: the model is not a checkpoint whose"):
-        load_model(folder, WorkerConfig(device="cpu", quantization="awq"), CPU, ops(CPU))
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_transformers_code_computes_it_dequantised(
-    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    folder = save_packed(model, tmp_path, Scheme(method=method, symmetric=False))
-    ours, forward = logits(folder)
-    assert forward.precision.name == "float32"
-    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
-    assert "are dequantised: to compute with them as they are needs a family" in caplog.text
 
 
 def change(folder: Path, **fields: Any) -> None:
@@ -282,15 +181,6 @@ def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) ->
     ],
 )
 def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | None, said: str) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop(f"{Q}.{kind}", None)
-    save_file(tensors if tensor is None else tensors | {f"{Q}.{kind}": tensor}, path)
+    replace_tensor(folder, f"{Q}.{kind}", tensor)
     with pytest.raises(ModelError, match=rf"{Q}\.{kind} .*{said}"):
-        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
-
-
-def test_a_checkpoint_of_floats_that_says_gptq_is_refused(tmp_path: Path) -> None:
-    folder = save_packed(llama(**WIDE), tmp_path, Scheme(), plain=lambda name: True)
-    with pytest.raises(ModelError, match=r"config\.json says gptq, but the weight files have no tensor with quants"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
