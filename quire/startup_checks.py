@@ -13,6 +13,7 @@ from services.scheduler.lora_modules import parse_lora_modules
 from services.worker.checkpoint.model_folder import WeightFormat, find_weights
 from services.worker.models.registry import ModelImpl, read_supported
 from shared.errors import ConfigError
+from shared.gguf.damage import damage_as_model_error
 from shared.hub.embedded import EMBEDDED
 from shared.text.added_tokens import special_tokens
 from shared.text.message_parser import check_names
@@ -54,9 +55,11 @@ def check_model(
     That is if it is not supported, has no weights or no tokenizer, or if its chat template does not parse or shows no
     messages. `tokenizer` is another folder for tokenizer and template; `template` replaces the latter.
     """
-    read_supported(folder, model_impl)
     text_folder = tokenizer or folder
-    check_tokenizer_files(text_folder)
-    ChatTemplate.load(text_folder, special_tokens(text_folder), template).sanity_check()
-    if load_format != "dummy":
-        find_weights(folder, load_format)
+    with damage_as_model_error(folder):
+        read_supported(folder, model_impl)
+        if load_format != "dummy":
+            find_weights(folder, load_format)
+    with damage_as_model_error(text_folder):
+        check_tokenizer_files(text_folder)
+        ChatTemplate.load(text_folder, special_tokens(text_folder), template).sanity_check()
