@@ -159,6 +159,7 @@ SIZES = [
         *SIZES,
         ("llama", {"hidden_size": HUGE}, f"hidden_size must be at most {HUGE - 1}, got {HUGE}"),
         ("llama", {"hidden_size": 2**70}, "hidden_size"),
+        ("llama", {"hidden_size": "\ud800"}, "hidden_size: 'utf-8' codec can't encode character"),
         ("llama", {"hidden_size": 2**18}, r"embed_tokens.weight has shape \[131, 60\]"),
         ("llama", {"intermediate_size": HUGE - 1}, rf"_proj.weight has shape .*says \[{HUGE - 1}, 60\]"),
         ("llama", {"num_attention_heads": HUGE - 2, "head_dim": 10}, "q_proj.weight has shape"),
@@ -346,6 +347,12 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelError, match=rf"^{tmp_path}[^\n]*$"):
         _read_all(tmp_path)
+
+
+def test_a_pipe_beside_the_weights_is_not_waited_for(tmp_path: Path) -> None:
+    with_tokenizer(save_changed("llama", tmp_path))
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    _read_all(tmp_path)
 
 
 def _read_all(folder: Path) -> None:

@@ -121,7 +121,7 @@ def _index(file: Path) -> Path:
 
 def _listed_if_readable(index: Path) -> list[Path]:
     try:
-        return _listed(index)
+        return _listed(index) if index.is_file() else []
     except ModelError:
         return []
 
