@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from shared.errors import ModelError
+
 
 class ParallelConfig(NamedTuple):
     """How many ranks share a model, and which of them this is."""
@@ -36,6 +38,18 @@ class ParallelConfig(NamedTuple):
     def sampling_rank(self) -> int:
         """The rank that samples tokens and reports them to the scheduler: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size
+
+    def check_divisible(self, name: str, value: int) -> None:
+        """Raise `ModelError` if the ranks of a stage cannot divide a size of the model, called `name`."""
+        size = self.tensor_parallel_size
+        if value % size:
+            raise ModelError(f"--tensor-parallel-size {size}: the model's {name}, {value}, cannot be divided by it")
+
+    def check_num_layers(self, num_layers: int) -> None:
+        """Raise `ModelError` if the model has fewer layers than there are stages."""
+        stages = self.pipeline_parallel_size
+        if stages > num_layers:
+            raise ModelError(f"--pipeline-parallel-size {stages}: the model has {num_layers} layers, fewer than stages")
 
 
 ONE_RANK = ParallelConfig()

@@ -23,7 +23,7 @@ class Share:
     """
 
     def __init__(self, spec: DecoderSpec, parallel: ParallelConfig) -> None:
-        _refuse_indivisible(spec, parallel.tensor_parallel_size)
+        _refuse_indivisible(spec, parallel)
         self.parallel = parallel
         self.layers = _stage_layers(spec, parallel)
         size = parallel.tensor_parallel_size
@@ -96,25 +96,20 @@ def _stage_layers(spec: DecoderSpec, parallel: ParallelConfig) -> range:
     since the last one has the output layer too.
     """
     stages = parallel.pipeline_parallel_size
-    if stages > spec.num_layers:
-        raise ModelError(
-            f"--pipeline-parallel-size {stages}: the model has {spec.num_layers} layers, fewer than stages"
-        )
+    parallel.check_num_layers(spec.num_layers)
     first, end = (-(-spec.num_layers * stage // stages) for stage in (parallel.stage, parallel.stage + 1))
     return range(first, end)
 
 
-def _refuse_indivisible(spec: DecoderSpec, size: int) -> None:
-    """Raise ModelError naming a size of the model that `size` ranks cannot divide."""
-    sizes = {"attention heads": spec.num_heads}
+def _refuse_indivisible(spec: DecoderSpec, parallel: ParallelConfig) -> None:
+    """Raise ModelError naming a size of the model that the ranks of a stage cannot divide."""
+    size = parallel.tensor_parallel_size
+    parallel.check_divisible("attention heads", spec.num_heads)
     if any(layer.experts is None for layer in spec.layers):
-        sizes["intermediate_size"] = spec.intermediate_size
+        parallel.check_divisible("intermediate_size", spec.intermediate_size)
     for layer in spec.layers:
         if layer.experts:
-            sizes["intermediate size of an expert"] = layer.experts.intermediate_size
-    for name, value in sizes.items():
-        if value % size:
-            raise ModelError(f"--tensor-parallel-size {size}: the model's {name}, {value}, cannot be divided by it")
+            parallel.check_divisible("intermediate size of an expert", layer.experts.intermediate_size)
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ModelError(
             f"--tensor-parallel-size {size}: the model's heads of keys and values, {spec.num_kv_heads}, are neither a "
