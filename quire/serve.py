@@ -54,9 +54,7 @@ def serve(settings: Settings, began: float, notes: Sequence[str] = ()) -> int:
         os.environ["HF_TOKEN"] = settings.serve.hf_token
     folder = locate(settings.worker.model, settings.worker.revision, settings.worker.download_dir)
     tokenizer = tokenizer_folder(settings.gateway) or folder
-    check_model(
-        folder, settings.worker.load_format, settings.worker.model_impl, tokenizer, settings.gateway.chat_template
-    )
+    check_model(folder, settings.worker, tokenizer, settings.gateway.chat_template)
     with (
         instance_folder() as sockets,
         zmq.Context() as context,

@@ -17,7 +17,7 @@ from quire import vllm
 from services.gateway.config import SHARED_METRICS_VARIABLE, GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.config import Knob, knobs, read_file, resolve, to_flags
+from shared.config import MAX_SECONDS, Knob, knobs, read_file, resolve, to_flags
 from shared.errors import ConfigError
 from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
@@ -51,7 +51,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     ] = 1
     hf_token: Annotated[str | None, Meta(description="Token for gated models on Hugging Face; unset: HF_TOKEN.")] = None
     ready_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds that the server may take to become ready; after them, the start fails.")
+        float,
+        Meta(
+            gt=0,
+            le=MAX_SECONDS,
+            description="Seconds that the server may take to become ready; after them, the start fails.",
+        ),
     ] = 600.0
 
 

@@ -53,9 +53,16 @@ Insecure = Annotated[
 AdminPort = Annotated[
     int, Meta(ge=0, le=65535, description="Port of 127.0.0.1 at which POST /drain has the service drain; 0: none.")
 ]
+MAX_SECONDS = 1e9
+"""The longest time that a knob may have: clocks and timers take it, and nobody waits for 30 years."""
+
 DrainTimeout = Annotated[
     float,
-    Meta(ge=0, description="Seconds that running requests get to finish once a drain has begun, as SIGTERM begins it."),
+    Meta(
+        ge=0,
+        le=MAX_SECONDS,
+        description="Seconds that running requests get to finish once a drain has begun, as SIGTERM begins it.",
+    ),
 ]
 """Knobs of the services that have requests; see `shared.admin`."""
 

@@ -6,6 +6,7 @@ from msgspec import Meta, field
 
 from services.gateway.routing import RoutingPolicy
 from shared.config import (
+    MAX_SECONDS,
     AdminPort,
     DrainTimeout,
     Insecure,
@@ -42,6 +43,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
+            le=MAX_SECONDS,
             description="Seconds that a request waits for an engine, at its start or after its engine was lost, before "
             "it ends with an error.",
         ),
@@ -200,15 +202,21 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     ] = 1
     sse_keep_alive_interval: Annotated[
         float,
-        Meta(ge=0, description="Seconds of silence, at most doubled, after which a stream gets a comment; 0: never."),
+        Meta(
+            ge=0,
+            le=MAX_SECONDS,
+            description="Seconds of silence, at most doubled, after which a stream gets a comment; 0: never.",
+        ),
     ] = 15.0
     keep_alive_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
+        float,
+        Meta(ge=0, le=MAX_SECONDS, description="Seconds that an idle connection is kept open for its next request."),
     ] = 75.0
     shutdown_delay: Annotated[
         float,
         Meta(
             ge=0,
+            le=MAX_SECONDS,
             description="Seconds for which a gateway that drains still takes new requests, while /health is 503 "
             "already, so that load balancers can notice.",
         ),

@@ -157,9 +157,10 @@ class _Connection(RequestHandler):
         """Send a response. If it is an exception of aiohttp, no middleware has seen it, as after a wrong Expect."""
         if isinstance(resp, web.HTTPException):
             resp = errors.error_response(errors.to_api_error(resp))
-        if resp.status == web.HTTPRequestEntityTooLarge.status_code and "Content-Encoding" in request.headers:
-            self._request_parser.failed = True  # the rest is not unpacked
+        if "Content-Encoding" in request.headers and not request.content.is_eof():
             resp.force_close()
+            if request.content.exception() is None:
+                self._request_parser.failed = True  # the rest is not unpacked
         resp, reset = await super().finish_response(request, resp, start_time)
         self._num_answered += 1
         if self._num_answered == self._request_count:

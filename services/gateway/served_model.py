@@ -16,6 +16,7 @@ from msgspec import Struct
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnknownModel
 from shared.errors import ConfigError, ModelError, brief
+from shared.gguf.damage import damage_as_model_error
 from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
 from shared.hub.embedded import EMBEDDED
 from shared.text.grammars import GrammarCompiler
@@ -39,6 +40,11 @@ class TextParts(NamedTuple):
     def load(cls, config: GatewayConfig, folder: Path) -> "TextParts":
         """Read them for the model in `folder`. Raise `ModelError` if they cannot be used, and `ConfigError`."""
         text_folder = tokenizer_folder(config) or folder
+        with damage_as_model_error(text_folder):
+            return cls._load(config, folder, text_folder)
+
+    @classmethod
+    def _load(cls, config: GatewayConfig, folder: Path, text_folder: Path) -> "TextParts":
         tokenizer = Tokenizer.load(text_folder, folder if config.tokenizer else None)
         template = ChatTemplate.load(
             text_folder,

@@ -9,6 +9,7 @@ from services.scheduler.core.step_time import MIN_SHARE
 from shared.config import (
     CPU_PREFILL_TOKENS,
     MAX_NUM_SEQS,
+    MAX_SECONDS,
     AdminPort,
     DrainTimeout,
     Insecure,
@@ -132,6 +133,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1,
+            le=MAX_SECONDS,
             description="Seconds without a sign of life after which a worker is given up; a step gets 8 times its "
             "predicted duration if that is more, and longer while it is seen to compute or to wait for a CPU.",
         ),

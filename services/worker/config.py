@@ -11,6 +11,7 @@ from msgspec import Meta
 from services.worker.parallel_config import ParallelConfig
 from shared.config import (
     MAX_NUM_SEQS,
+    MAX_SECONDS,
     Insecure,
     LogFormat,
     LogLevel,
@@ -112,7 +113,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of the GPU's memory that weights, activations and KV may take.")
     ] = 0.92
     kv_cache_memory: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        Annotated[float, Meta(gt=0, le=65_536)] | None,
         Meta(description="GiB for KV; unset: what gpu-memory-utilization leaves, or a share of the host's memory."),
     ] = None
     swap_space: Annotated[
@@ -152,6 +153,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1,
+            le=MAX_SECONDS,
             description="Seconds that a worker keeps its weights without a scheduler, and that one step may take at "
             "most, before the process ends itself.",
         ),

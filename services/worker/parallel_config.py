@@ -1,9 +1,11 @@
 """`ParallelConfig`: the place of a rank among those that compute one model together, and where they meet."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
 
 
 class ParallelConfig(NamedTuple):
@@ -39,6 +41,24 @@ class ParallelConfig(NamedTuple):
     def sampling_rank(self) -> int:
         """The rank that samples tokens and reports them to the scheduler: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size
+
+    def check_divisible(self, sizes: Mapping[str, int]) -> None:
+        """Raise `ModelError` if the ranks of a stage cannot divide all these sizes of the model, which have names."""
+        size, common = self.tensor_parallel_size, math.gcd(*sizes.values())
+        if common % size == 0:
+            return
+        name, value = next((name, value) for name, value in sizes.items() if value % size)
+        taken = [str(number) for number in range(1, common + 1) if common % number == 0]
+        raise ModelError(
+            f"--tensor-parallel-size {size}: the model's {name}, {value}, cannot be divided by it; this model takes "
+            f"{', '.join(taken)}"
+        )
+
+    def check_num_layers(self, num_layers: int) -> None:
+        """Raise `ModelError` if the model has fewer layers than there are stages."""
+        stages = self.pipeline_parallel_size
+        if stages > num_layers:
+            raise ModelError(f"--pipeline-parallel-size {stages}: the model has {num_layers} layers, fewer than stages")
 
 
 ONE_RANK = ParallelConfig()

@@ -52,9 +52,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def _naming_settings(what: str) -> Iterator[None]:
-    """Raise OutOfMemory, with the settings that need less, if the device's memory is too small within the block."""
+    """Raise OutOfMemory, with the settings that need less, if memory is too small within the block."""
     try:
         yield
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"out of the host's memory {what}: smaller --kv-cache-memory, --swap-space and --num-gpu-blocks-override "
+            "need less"
+        ) from error
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"out of GPU memory {what}: a smaller --gpu-memory-utilization leaves more for steps, and a smaller "

@@ -1,16 +1,16 @@
-"""`damage_as_model_error`: turns unexpected exceptions from reading a GGUF file into a ModelError that names it."""
+"""`damage_as_model_error`: turns unexpected exceptions from reading a file or a folder into a ModelError naming it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.errors import ModelError
 
-_EXCEPTIONS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError)
+_EXCEPTIONS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError, OSError, MemoryError)
 
 
 @contextmanager
 def damage_as_model_error(subject: object) -> Iterator[None]:
-    """Raise a `ModelError` about `subject` for what a damaged file makes numpy, `tokenizers` or Quire raise.
+    """Raise a `ModelError` about `subject` for what a damaged file makes a library or Quire raise.
 
     It is for damage that no check expects. Prefer a check, which gives a better message.
     """

@@ -72,11 +72,12 @@ def _find_or_make(parts: tuple[Path, ...], cache: Path, sampling: Mapping[str, A
 
 def read_pointer(folder: Path) -> Pointer | None:
     """Return the pointer of a folder that this version made; None if it is no such folder."""
+    path = folder / POINTER
     try:
-        pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=Pointer)
+        pointer = msgspec.json.decode(path.read_bytes(), type=Pointer) if path.is_file() else None
     except (OSError, msgspec.DecodeError):
         return None
-    return pointer if pointer.format == FORMAT else None
+    return pointer if pointer is not None and pointer.format == FORMAT else None
 
 
 def display_path(folder: Path) -> Path:

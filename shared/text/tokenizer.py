@@ -274,6 +274,8 @@ def _convert_with_transformers(folder: Path, reason: str) -> tokenizers.Tokenize
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256(version("transformers").encode())
     for path in sorted({path for pattern in CONVERSION_FILES for path in folder.glob(pattern)}):
+        if not path.is_file():
+            raise ModelError(f"{path} is no file")  # a pipe would be waited for
         if path.stat().st_size < 64 * 1024 * 1024:  # smaller than weights; index files of weights may be included
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]

@@ -127,3 +127,14 @@ async def test_a_broken_body_leaves_no_traceback_in_the_log(
     records = [record for record in caplog.records if record.name != "asyncio"]
     assert len(records) == 1
     assert all(record.levelno == logging.INFO and record.exc_info is None for record in records)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+async def test_a_connection_that_ends_after_a_broken_body_says_so(path: str) -> None:
+    """A client would send its next request over it, and lose that. The rest of a packed body is not unpacked."""
+    bomb = gzip.compress(b" " * 100_000_000)
+    async with listening() as port:
+        for body in (b"no gzip", bomb):
+            answer = await ask(port, post("Content-Encoding: gzip", path=path, body=body))
+            assert answer.status in (400, 404, 413)
+            assert answer.headers["connection"] == "close"

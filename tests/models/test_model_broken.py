@@ -4,6 +4,7 @@ None of them may be served, raise anything but a ModelError, or take memory for 
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.load import ops
+from quire.startup_checks import check_model
+from services.gateway.config import GatewayConfig
+from services.gateway.served_model import TextParts
 from services.worker.checkpoint.errors import name_folder_in_errors
 from services.worker.config import WorkerConfig
 from services.worker.models.load import LoadedModel, load_model
@@ -146,6 +153,7 @@ SIZES = [
         *SIZES,
         ("llama", {"hidden_size": HUGE}, f"hidden_size must be at most {HUGE - 1}, got {HUGE}"),
         ("llama", {"hidden_size": 2**70}, "hidden_size"),
+        ("llama", {"hidden_size": "\ud800"}, "hidden_size: 'utf-8' codec can't encode character"),
         ("llama", {"hidden_size": 2**18}, r"embed_tokens.weight has shape \[131, 60\]"),
         ("llama", {"intermediate_size": HUGE - 1}, rf"_proj.weight has shape .*says \[{HUGE - 1}, 60\]"),
         ("llama", {"num_attention_heads": HUGE - 2, "head_dim": 10}, "q_proj.weight has shape"),
@@ -267,3 +275,107 @@ def test_a_pickle_of_something_else(tmp_path: Path) -> None:
     refused(tmp_path, r"pytorch_model\.bin holds list, not tensors by name")
     torch.save({"state_dict": {"a": torch.ones(1)}, "step": 5}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "the weight files hold no tensors")
+
+
+def test_a_pickle_of_parameters(tmp_path: Path) -> None:
+    save_changed("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = load(tmp_path).fingerprint
+    (tmp_path / "model.safetensors").unlink()
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    torch.save({**parameters, 5: torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    loaded = load(tmp_path)
+    assert loaded.fingerprint != expected, "other files"
+    assert loaded.model.shape.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensor: tensor.to("meta"), "on no device"),
+        (lambda tensor: tensor.to_sparse(), "sparse_coo"),
+        (lambda tensor: torch.nested.nested_tensor([tensor]), "nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch calls some of these a prototype
+def test_a_pickle_of_tensors_that_hold_no_plain_numbers(
+    change: Callable[[Tensor], Tensor], said: str, tmp_path: Path
+) -> None:
+    save_changed("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors | {PROJECTION: change(tensors[PROJECTION])}, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, rf"pytorch_model\.bin: tensor {PROJECTION} is {said}, not plain numbers")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"weight_map": {}}, "it lists no files"),
+        ({"weight_map": {"a": "x" * 5000}}, "File name too long"),
+        ({"weight_map": {"a": "."}}, "is missing; model.safetensors.index.json lists it"),
+        ({"weight_map": None}, "Expected `object`, got `null`"),
+    ],
+)
+def test_an_index_of_no_files(content: dict[str, Any], said: str, tmp_path: Path) -> None:
+    save_changed("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    refused(tmp_path, said)
+    with pytest.raises(ModelError, match=said):
+        check_model(with_tokenizer(tmp_path))
+
+
+# the command line's checks
+
+
+def with_tokenizer(folder: Path) -> Path:
+    Tokenizer(BPE()).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "quantize_config.json"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    with_tokenizer(save_changed("llama", tmp_path))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match=rf"^{tmp_path}[^\n]*$"):
+        _read_all(tmp_path)
+
+
+def test_a_pipe_beside_the_weights_is_not_waited_for(tmp_path: Path) -> None:
+    with_tokenizer(save_changed("llama", tmp_path))
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    _read_all(tmp_path)
+
+
+def _read_all(folder: Path) -> None:
+    check_model(folder)
+    TextParts.load(GatewayConfig(), folder)
+    load(folder)
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("no"), RecursionError("too deep"), OSError(36, "File name too long"), MemoryError()]
+)
+@pytest.mark.parametrize("place", ["read_supported", "find_weights", "check_tokenizer_files"])
+def test_an_unforeseen_error_of_a_check_names_the_folder(
+    place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_tokenizer(save_changed("llama", tmp_path))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"quire.startup_checks.{place}", fail)
+    with pytest.raises(ModelError, match=rf"^{tmp_path} cannot be read \({type(error).__name__}: [^\n]*\)$"):
+        check_model(tmp_path)
+
+
+def test_an_unforeseen_error_of_reading_the_tokenizer_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_tokenizer(save_changed("llama", tmp_path))
+    monkeypatch.setattr("shared.text.tokenizer.special_tokens", lambda folder: {}["x"])
+    with pytest.raises(ModelError, match=rf"^{tmp_path} cannot be read \(KeyError: 'x'\)$"):
+        TextParts.load(GatewayConfig(), tmp_path)

@@ -142,7 +142,10 @@ def change(folder: Path, **fields: Any) -> None:
         {"checkpoint_format": "marlin"},
         {"pack_dtype": "int8"},
         {"is_marlin_format": True},
+        {"group_size": 2**40},
         {"dynamic": {"+:.*down_proj": {"bits": 8}}},
+        {"dynamic": ["x"]},
+        {"dynamic": 7},
         {"quant_method": "awq", "bits": 8},
         {"quant_method": "awq", "version": "GEMV"},
         {"quant_method": "awq", "backend": "llm-awq"},
@@ -152,7 +155,7 @@ def change(folder: Path, **fields: Any) -> None:
 def test_other_kinds_are_refused_by_name(folder: Path, fields: dict[str, Any]) -> None:
     change(folder, **fields)
     name, value = list(fields.items())[-1]
-    said = next(iter(value)) if name == "dynamic" else value
+    said = next(iter(value)) if isinstance(value, dict) else value
     with pytest.raises(ModelError, match=f"{folder}: config.json: quantization_config: {name} ") as error:
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
     assert repr(said.lower() if name == "version" else said) in str(error.value)
@@ -175,6 +178,9 @@ def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) ->
         ("qzeros", torch.zeros(2, 4, dtype=torch.int32), r"has shape \[2, 4\]"),
         ("qweight", torch.zeros(8, 64), "must be a matrix of int32"),
         ("qweight", torch.zeros(7, 64, dtype=torch.int32), "inputs"),
+        ("qweight", torch.zeros(0, 64, dtype=torch.int32), "is of 0 inputs and 64 outputs"),
+        ("qweight", torch.zeros(8, 0, dtype=torch.int32), "is of 64 inputs and 0 outputs"),
+        ("g_idx", torch.zeros(64, dtype=torch.complex64), "must name groups from 0 to 1"),
         ("g_idx", torch.full((64,), 2, dtype=torch.int32), "must name groups from 0 to 1"),
         ("g_idx", torch.zeros(32, dtype=torch.int32), r"has shape \[32\]"),
         ("weight", torch.zeros(64, 64), "is there twice"),
@@ -183,4 +189,20 @@ def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) ->
 def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | None, said: str) -> None:
     replace_tensor(folder, f"{Q}.{kind}", tensor)
     with pytest.raises(ModelError, match=rf"{Q}\.{kind} .*{said}"):
+        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_one_group_of_no_inputs_is_named(method: str, tmp_path: Path) -> None:
+    folder = save_packed(llama(**WIDE), tmp_path, Scheme(method=method, group_size=-1))
+    path = folder / "model.safetensors"
+    empty = {name: tensor[:0] for name, tensor in load_file(path).items() if name.startswith(f"{Q}.")}
+    save_file(load_file(path) | empty, path)
+    with pytest.raises(ModelError, match=rf"{Q}\.qweight is of 0 inputs"):
+        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
+
+
+def test_a_checkpoint_of_floats_that_says_gptq_is_refused(tmp_path: Path) -> None:
+    folder = save_packed(llama(**WIDE), tmp_path, Scheme(), plain=lambda name: True)
+    with pytest.raises(ModelError, match=r"config\.json says gptq, but the weight files have no tensor with quants"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))

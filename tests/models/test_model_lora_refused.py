@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
+from services.worker.models.adapters import peft_config
 from services.worker.models.load import load_model
 from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
@@ -116,6 +118,33 @@ def test_configs(forward: Forward, adapter: Path, name: str) -> None:
     changes, words = CONFIGS[name]
     set_adapter_config(adapter, **changes)
     assert_refused(forward, adapter, words)
+
+
+@pytest.mark.parametrize(
+    "field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern"]
+)
+def test_an_expression_that_takes_years_does_not_hold_the_interpreter(
+    forward: Forward, adapter: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_config, "MATCHING_TIME", 0.2)
+    endless = 10 * "(.+?)" + "Z|(?!)"  # the last part hides from the library that there must be a Z
+    changes = {field: {endless: 3} if field in ("rank_pattern", "alpha_pattern") else endless}
+    set_adapter_config(adapter, **({"layers_to_transform": [0]} if field == "layers_pattern" else {}), **changes)
+    turns, over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not over.wait(0.01):
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        assert_refused(forward, adapter, "takes too long to be matched with model.layers")
+    finally:
+        over.set()
+        thread.join()
+    assert turns > 3
 
 
 def test_files(forward: Forward, adapter: Path, tmp_path: Path) -> None:

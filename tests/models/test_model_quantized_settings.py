@@ -142,9 +142,10 @@ def test_other_kinds_are_refused_by_the_name_of_the_file(changes: dict[str, Any]
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     folder = beside(llama(**WIDE), tmp_path, Scheme())
-    (folder / GPTQ).write_text("{")
-    with pytest.raises(ModelError, match=rf"{folder}: quantize_config\.json: "):
-        read_supported(folder)
+    for text in ("{", '{"a":' * 100_000):
+        (folder / GPTQ).write_text(text)
+        with pytest.raises(ModelError, match=rf"{folder}: quantize_config\.json: "):
+            read_supported(folder)
 
 
 def test_the_file_beside_is_part_of_what_the_weights_are(tmp_path: Path) -> None:

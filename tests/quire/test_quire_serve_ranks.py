@@ -107,7 +107,7 @@ def test_two_stages_of_two_ranks_serve_adapters_and_swap(folder: Path, adapters:
 
 
 def test_a_model_that_cannot_be_divided_so_ends_the_start(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, "-pp=3", *FLAGS) as server:
+    with serving(folder, tmp_path, "-tp=4", "--device=cpu", "--quantization=int8") as server:
         assert server.process.wait(90) != 0
     last = server.err.read_text().splitlines()[-1]
     assert last.startswith("quire: worker rank ")

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from msgspec import Meta, Struct
 
+from quire.settings import ServeConfig
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -172,6 +173,15 @@ def test_every_knob_says_what_it_does_and_what_it_takes(
     assert all(knob.flag in output and knob.variable in output for knob in knobs(config))
     if config is Sample:
         assert "--policy {fcfs,priority}" in output
+
+
+@pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, WorkerConfig, ServeConfig])
+def test_no_number_with_a_fraction_may_be_infinite(config: type[Struct]) -> None:
+    """Clocks, timers and sizes in bytes cannot be: a service would end with a traceback when it comes to use one."""
+    for knob in (knob for knob in knobs(config) if knob.type_text.startswith("float")):
+        for value in ("inf", "-inf", "nan", "1e308"):
+            with pytest.raises(ConfigError, match=f"{knob.flag} '{value}': Expected `float`"):
+                resolve(config, {knob.name: value}, {})
 
 
 def test_types_are_shown_with_their_bounds() -> None:

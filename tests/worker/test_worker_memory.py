@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -90,6 +91,17 @@ def test_a_step_without_memory_names_the_settings(tmp_path: Path, monkeypatch: p
     plan = largest_plan(sizes)
     with pytest.raises(OutOfMemory, match=f"a step of {sum(row.count for row in plan.rows)} tokens and 128 sequences"):
         runner.launch(plan)
+
+
+@pytest.mark.parametrize("blocks", ["num_blocks", "num_host_blocks"])
+def test_blocks_that_the_host_has_no_memory_for_name_the_settings(blocks: str, tmp_path: Path) -> None:
+    settings, operations = WorkerConfig(device="cpu", num_threads=1), ops(CPU)
+    folder = save(llama(), tmp_path)
+    loaded = load_model(folder, settings, CPU, operations)
+    runner = ModelRunner(loaded, model_info(loaded, settings, folder), settings, CPU, operations)
+    sizes = msgspec.structs.replace(largest_sizes(settings, loaded.model.shape, CPU), **{blocks: 2**31 - 1})
+    with pytest.raises(OutOfMemory, match=r"out of the host's memory for .* blocks of KV: smaller --kv-cache-memory"):
+        runner.configure(sizes)
 
 
 @pytest.mark.parametrize("config", [{}, {"max_num_seqs": 1, "max_model_len": 2}], ids=str)

@@ -101,7 +101,7 @@ def convert(value: Any, name: str, expected: type[T]) -> T:
     """Return `value` as an `expected`. Raise ModelError naming the field `name` if it has another type."""
     try:
         return msgspec.convert(value, expected)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ModelError(f"config.json: {name}: {error}") from error
 
 

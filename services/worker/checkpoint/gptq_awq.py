@@ -24,6 +24,7 @@ from shared.gguf.tensor_data import Region
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _ALIGNMENT = 8  # outputs in an int32, of either number of bits
+_INDEX_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class _PackedMatrix(NamedTuple):
@@ -195,12 +196,12 @@ class GPTQAWQWeights:
             outputs, inputs = columns, rows * pack_factor
         else:
             outputs, inputs = columns * pack_factor, rows
+        if not inputs or not outputs or inputs % QUANT_GROUP_SIZE or outputs % pack_factor:
+            raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
         group_size = inputs if self._config.group_size == -1 else self._config.group_size
         groups = -(-inputs // group_size)
         _check_shape(f"{module}.scales", scales, (groups, outputs))
         _check_shape(f"{module}.qzeros", qzeros, (groups, outputs // pack_factor))
-        if inputs % QUANT_GROUP_SIZE or outputs % pack_factor:
-            raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
         g_idx = self._g_idx(module, inputs, group_size, groups)
         return _PackedMatrix(self._config, qweight.contiguous(), qzeros, scales, g_idx, (outputs, inputs), group_size)
 
@@ -214,7 +215,7 @@ class GPTQAWQWeights:
             return contiguous
         g_idx = read_tensor(self._tensors, name)
         _check_shape(name, g_idx, (inputs,))
-        if g_idx.is_floating_point() or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+        if g_idx.dtype not in _INDEX_DTYPES or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
             raise ModelError(f"tensor {name} must name groups from 0 to {groups - 1}")
         if torch.equal(g_idx.long().bincount(minlength=groups), contiguous.bincount()):
             return g_idx.long()

@@ -55,9 +55,9 @@ class ModelFolder(NamedTuple):
 def _read_config(folder: Path) -> bytes:
     path = folder / _CONFIG
     try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist: {folder} is not a model folder") from error
+        if not path.exists():
+            raise ModelError(f"{path} does not exist: {folder} is not a model folder")
+        return _read_file(path)
     except OSError as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -78,9 +78,15 @@ def _parse_config(path: Path, content: bytes) -> ConfigJson:
 
 def _read_settings(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return _read_file(path)
     except OSError as error:
         raise ModelError(f"{path.name}: {error}") from error
+
+
+def _read_file(path: Path) -> bytes:
+    if not path.is_file():  # a pipe would be waited for
+        raise OSError("it is no file")
+    return path.read_bytes()
 
 
 def find_weights(folder: Path, requested: WeightFormat) -> tuple[str, list[Path]]:
@@ -92,12 +98,12 @@ def find_weights(folder: Path, requested: WeightFormat) -> tuple[str, list[Path]
     formats = _FILES if requested == "auto" else {requested: _FILES[requested]}
     for format, name in formats.items():
         single, index = folder / name, _index(folder / name)
-        if single.exists() and single not in _listed_if_readable(index):
+        if single.is_file() and single not in _listed_if_readable(index):
             return format, [single]
-        if index.exists():
+        if index.is_file():
             return format, _check_shards(index)
     for format, pattern in _ONLY_FILES.items():
-        others = list(folder.glob(pattern)) if format in formats else []
+        others = [path for path in folder.glob(pattern) if path.is_file()] if format in formats else []
         if len(others) == 1:  # under another name, but it is the only one
             return format, others
     raise ModelError(f"{folder}: no weights; none of {', '.join(formats.values())} or their .index.json is there")
@@ -106,7 +112,7 @@ def find_weights(folder: Path, requested: WeightFormat) -> tuple[str, list[Path]
 def ignored_index(paths: list[Path]) -> Path | None:
     """Return the index beside the single file in `paths` if it lists other files: one of the two is a leftover."""
     index = _index(paths[0])
-    return index if index.exists() and _listed_if_readable(index) != paths else None
+    return index if index.is_file() and _listed_if_readable(index) != paths else None
 
 
 def _index(file: Path) -> Path:
@@ -115,7 +121,7 @@ def _index(file: Path) -> Path:
 
 def _listed_if_readable(index: Path) -> list[Path]:
     try:
-        return _listed(index)
+        return _listed(index) if index.is_file() else []
     except ModelError:
         return []
 
@@ -123,8 +129,10 @@ def _listed_if_readable(index: Path) -> list[Path]:
 def _check_shards(index: Path) -> list[Path]:
     """Return the files that an index lists. Raise ModelError naming one that is missing."""
     paths = _listed(index)
+    if not paths:
+        raise ModelError(f"{index}: it lists no files")
     for path in paths:
-        if not path.exists():
+        if not path.is_file():
             raise ModelError(f"{path} is missing; {index.name} lists it")
     return paths
 
@@ -133,6 +141,6 @@ def _listed(index: Path) -> list[Path]:
     try:
         content = msgspec.json.decode(index.read_bytes(), type=dict[str, object])
         files = msgspec.convert(content.get("weight_map"), dict[str, str])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"{index}: {error}") from error
     return [index.parent / name for name in dict.fromkeys(files.values())]

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from services.worker.checkpoint.config_json import ConfigJson, convert
+from services.worker.checkpoint.config_json import MAX_SIZE, ConfigJson, convert
 from shared.errors import ModelError
 
 CheckpointQuantization = Literal["gguf", "gptq", "awq", "squeezellm"]
@@ -165,7 +165,7 @@ def _method(settings: _Settings) -> Any:
 def _decode(name: str, content: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"{name}: {error}") from error
 
 
@@ -182,7 +182,7 @@ def _parse(settings: _Settings) -> QuantizationConfig:
     if method == "squeezellm":
         return QuantizationConfig(method, settings.one_of("bits", (4,)), -1)
     group_size = settings.integer("group_size")
-    if group_size != -1 and (group_size < 1 or group_size % QUANT_GROUP_SIZE):
+    if group_size != -1 and (not 1 <= group_size <= MAX_SIZE or group_size % QUANT_GROUP_SIZE):
         raise settings.unsupported(settings.find("group_size")[0], group_size)
     return _gptq(settings, group_size) if method == "gptq" else _awq(settings, group_size)
 
@@ -197,7 +197,10 @@ def _gptq(settings: _Settings, group_size: int) -> QuantizationConfig:
     layout = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     settings.one_of("pack_dtype", ("int32",), "int32")
     settings.one_of("is_marlin_format", (False,), False)
-    for pattern in settings.values.get("dynamic") or {}:
+    dynamic = settings.values.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise settings.unsupported("dynamic", dynamic)
+    for pattern in dynamic:
         if not pattern.startswith("-:"):  # '-:' excludes modules from quantisation; other patterns override their bits
             raise settings.unsupported("dynamic", pattern)
     desc_act = settings.one_of("desc_act", (False, True), False)

@@ -196,7 +196,13 @@ class _PickledShard:
             raise ModelError(f"{path} cannot be read: {reason}") from error
         if not isinstance(content, Mapping):
             raise ModelError(f"{path} holds {type(content).__name__}, not tensors by name")
-        self._tensors: dict[str, Tensor] = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+        self._tensors = {
+            name: value.detach()  # a parameter's parts could not be written to
+            for name, value in content.items()
+            if isinstance(name, str) and isinstance(value, Tensor)
+        }
+        if unusual := next((name for name, value in self._tensors.items() if not _is_plain(value)), None):
+            raise ModelError(f"{path}: tensor {unusual} is {_describe(self._tensors[unusual])}, not plain numbers")
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -218,3 +224,14 @@ class _PickledShard:
                 raise
             self._is_mapped = False  # written before torch 1.6: not a zip file, so it cannot be mapped
             return read(mmap=False)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are in memory, one after the other."""
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_quantized and tensor.device.type == "cpu"
+
+
+def _describe(tensor: Tensor) -> str:
+    kinds = {"quantized": tensor.is_quantized, "nested": tensor.is_nested, "on no device": tensor.is_meta}
+    return next((kind for kind, applies in kinds.items() if applies), str(tensor.layout).removeprefix("torch."))

@@ -30,12 +30,13 @@ from services.worker.models.registry import (
     fall_back_to_transformers,
     load_family,
     read_supported,
+    refuse_what_only_families_have,
 )
 from services.worker.models.sanity_check import refuse_if_not_finite
 from services.worker.models.spec import DecoderSpec, WeightNames
 from services.worker.models.tensor_map import TensorMap
 from services.worker.rank_group import RankGroup
-from shared.errors import ConfigError, ModelError
+from shared.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
         line = "%s: %s is loaded by transformers' code instead of Quire's own"
         logger.warning(line, implementation.reason, implementation.architecture)
     if match is None:
-        _refuse_what_only_families_have(config)
+        refuse_what_only_families_have(config)
     group = RankGroup(
         config.parallel, device, config.rendezvous, config.scheduler_timeout, ordered=config.batch_invariant
     )
@@ -125,18 +126,6 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
         weights, precision, device, config.parallel, code=code, batch_invariant=config.batch_invariant
     )
     return LoadedModel(model, precision, identity, weights, group, adapters)
-
-
-def _refuse_what_only_families_have(config: WorkerConfig) -> None:
-    """Raise ConfigError naming a setting that transformers' code does not have."""
-    settings = {
-        "--batch-invariant": config.batch_invariant,
-        "--enable-lora": config.enable_lora,
-        "--tensor-parallel-size": config.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
-    }
-    if flag := next((flag for flag, is_set in settings.items() if is_set), None):
-        raise ConfigError(f"{flag} needs a family of Quire's own; `quire models` lists them")
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:

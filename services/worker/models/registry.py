@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily, convert
 from services.worker.checkpoint.model_folder import ModelFolder
+from services.worker.config import WorkerConfig
 from services.worker.models.fallback.catalog import causal_by_type, causal_models, with_replaceable_attention
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from services.worker.models.spec import Family
@@ -86,6 +87,18 @@ def fall_back_to_transformers(architecture: str, model_impl: ModelImpl, error: U
     if model_impl != "auto" or architecture not in with_replaceable_attention():
         raise error
     return Implementation(architecture, native=False, reason=str(error))
+
+
+def refuse_what_only_families_have(config: WorkerConfig) -> None:
+    """Raise ConfigError naming a setting that transformers' code does not have."""
+    settings = {
+        "--batch-invariant": config.batch_invariant,
+        "--enable-lora": config.enable_lora,
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": config.pipeline_parallel_size > 1,
+    }
+    if flag := next((flag for flag, is_set in settings.items() if is_set), None):
+        raise ConfigError(f"{flag} needs a family of Quire's own; `quire models` lists them")
 
 
 def load_family(architecture: str) -> "Family":

@@ -23,7 +23,7 @@ class Share:
     """
 
     def __init__(self, spec: DecoderSpec, parallel: ParallelConfig) -> None:
-        _refuse_indivisible(spec, parallel.tensor_parallel_size)
+        _refuse_indivisible(spec, parallel)
         self.parallel = parallel
         self.layers = _stage_layers(spec, parallel)
         size = parallel.tensor_parallel_size
@@ -96,32 +96,25 @@ def _stage_layers(spec: DecoderSpec, parallel: ParallelConfig) -> range:
     since the last one has the output layer too.
     """
     stages = parallel.pipeline_parallel_size
-    if stages > spec.num_layers:
-        raise ModelError(f"--pipeline-parallel-size {stages}: the model has only {spec.num_layers} layers to divide")
+    parallel.check_num_layers(spec.num_layers)
     first, end = (-(-spec.num_layers * stage // stages) for stage in (parallel.pp_rank, parallel.pp_rank + 1))
     return range(first, end)
 
 
-def _refuse_indivisible(spec: DecoderSpec, size: int) -> None:
-    """Raise ModelError if `size` ranks cannot divide the model, naming one of its sizes and the numbers that can."""
-    if problem := _why_indivisible(spec, size):
-        others = [str(other) for other in range(1, spec.num_heads + 1) if not _why_indivisible(spec, other)]
-        raise ModelError(f"--tensor-parallel-size {size}: {problem}; this model takes {', '.join(others)}")
-
-
-def _why_indivisible(spec: DecoderSpec, size: int) -> str | None:
+def _refuse_indivisible(spec: DecoderSpec, parallel: ParallelConfig) -> None:
+    """Raise ModelError naming a size of the model that the ranks of a stage cannot divide."""
+    size = parallel.tensor_parallel_size
     sizes = {"attention heads": spec.num_heads}
     if any(layer.experts is None for layer in spec.layers):
         sizes["intermediate_size"] = spec.intermediate_size
     for layer in spec.layers:
         if layer.experts:
             sizes["intermediate size of an expert"] = layer.experts.intermediate_size
-    for name, value in sizes.items():
-        if value % size:
-            return f"the model's {name}, {value}, cannot be divided by it"
+    parallel.check_divisible(sizes)
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        heads = spec.num_kv_heads
-        return f"the model's heads of keys and values, {heads}, are neither a multiple nor a divisor of it"
+        raise ModelError(
+            f"--tensor-parallel-size {size}: the model's heads of keys and values, {spec.num_kv_heads}, are neither a "
+            "multiple nor a divisor of it"
+        )
     if -(-spec.vocab_size // size) * (size - 1) >= spec.vocab_size:
-        return f"the model's vocabulary, {spec.vocab_size}, is too small"
-    return None
+        raise ModelError(f"--tensor-parallel-size {size}: the model's vocabulary, {spec.vocab_size}, is too small")

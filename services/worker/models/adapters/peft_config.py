@@ -4,17 +4,20 @@ What would change the result and is not supported is refused by its name: such a
 """
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import regex
 
 from shared.errors import ModelError
 
 T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
+
+MATCHING_TIME = 1.0
+"""Seconds that matching one name may take. Some expressions take years, and steps go on beside it more slowly."""
 
 _UNSUPPORTED = (
     "use_dora",
@@ -75,7 +78,7 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
             return True
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         for pattern in patterns or [r"[^.]*"]:
-            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+            if match := _match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
                 return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
@@ -88,7 +91,7 @@ def read_config(content: bytes) -> PeftConfig:
             if fields.get(name):
                 raise ModelError(f"{CONFIG_FILE}: {name} is not supported")
         config = msgspec.convert(fields, PeftConfig)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"{CONFIG_FILE}: {error}") from error
     if config.peft_type != "LORA":
         raise ModelError(f"{CONFIG_FILE}: peft_type {config.peft_type!r} is not supported (supported: LORA)")
@@ -111,18 +114,29 @@ def _check_patterns(config: PeftConfig) -> None:
     layers = config.layers_pattern or []
     for pattern in (*patterns, *([layers] if isinstance(layers, str) else layers)):
         try:
-            re.compile(pattern)
-        except re.error as error:
+            regex.compile(pattern)
+        except (regex.error, RecursionError) as error:
             raise ModelError(f"{CONFIG_FILE}: {pattern!r} is no regular expression: {error}") from error
 
 
 def _names(modules: list[str] | str, module: str) -> bool:
     """Return whether a regular expression matches a module, or a list has its name or the end of it."""
     if isinstance(modules, str):
-        return re.fullmatch(modules, module) is not None
+        return _match(modules, module, regex.fullmatch) is not None
     return any(module == name or module.endswith(f".{name}") for name in modules)
 
 
 def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
     """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for key, value in patterns.items() if _match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _match(pattern: str, module: str, match: Callable[..., Any] = regex.match) -> Any:
+    """Return the match of a regular expression at the start of a module's name, or None.
+
+    Other threads can run meanwhile, which Python's own matching would not let them.
+    """
+    try:
+        return match(pattern, module, timeout=MATCHING_TIME, concurrent=True)
+    except TimeoutError as error:
+        raise ModelError(f"{CONFIG_FILE}: {pattern!r} takes too long to be matched with {module}") from error
