@@ -25,6 +25,7 @@ from shared.protocol import (
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
+    ReasoningLimit,
     Sampling,
     pack_token_set,
 )
@@ -42,7 +43,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE_FIELDS = (
     "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
-    "truncate_prompt_tokens", "stream_interval", "best_of",
+    "truncate_prompt_tokens", "stream_interval", "best_of", "thinking_token_budget",
 )  # fmt: skip
 REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEAN_FIELDS = (
@@ -51,10 +52,11 @@ BOOLEAN_FIELDS = (
 )  # fmt: skip
 MAX_PATTERN_SIZE = 256  # tokens; looking for patterns of so many takes some 20 µs a token
 MAX_PATTERN_COUNT = 1_000_000
+MAX_THINKING_TOKENS = 2**31 - 1  # more than any context has
 _ID = re.compile(r"[0-9]{1,12}")
 OPTIONAL_FIELDS = frozenset(
     {"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"}
-    | {"truncate_prompt_tokens", "stream_interval", "best_of", "skip_reading_prefix_cache"}
+    | {"truncate_prompt_tokens", "stream_interval", "best_of", "skip_reading_prefix_cache", "thinking_token_budget"}
 )
 
 
@@ -127,6 +129,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
     stream_interval: int | None = None  # tokens of a chunk, in a stream
     skip_reading_prefix_cache: bool | None = None  # compute all of the prompt; for `LLM`
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # tokens of reasoning, whose end is forced then; None and -1: any number
 
     @classmethod
     def from_optional(cls, **fields: Any) -> "SamplingParams":
@@ -189,6 +192,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             _check(limit == -1 or limit >= 1, "truncate_prompt_tokens", "must be -1, or at least 1", limit)
         if self.stream_interval is not None:
             _check(self.stream_interval >= 1, "stream_interval", "must be at least 1", self.stream_interval)
+        if self.thinking_token_budget is not None:
+            _between("thinking_token_budget", self.thinking_token_budget, -1, MAX_THINKING_TOKENS)
         if self.best_of is not None:
             _check(
                 self.best_of == self.n, "best_of", f"is supported only if it equals n, which is {self.n}", self.best_of
@@ -249,6 +254,11 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         counts = [count for count in (self.logprobs, self.top_logprobs) if count is not None]
         return max(counts, default=None)
 
+    @property
+    def max_reasoning_tokens(self) -> int | None:
+        """Return `thinking_token_budget`, or None if there is no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
     def to_sampling(
         self,
         *,
@@ -259,11 +269,13 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         default_max_tokens: int | None = None,
         grammar: str = "",
         bad_words: Sequence[Sequence[int]] = (),
+        reasoning_limit: ReasoningLimit | None = None,
         prompt_field: str = "prompt",
     ) -> Sampling:
         """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens. `grammar` is that of
         `structured_outputs`; a token that ends a sequence also ends an output that follows one if `ignore_eos`.
-        The field `bad_words` comes as `bad_words`, which are sequences of tokens.
+        The field `bad_words` comes as `bad_words`, which are sequences of tokens, and `thinking_token_budget` as
+        `reasoning_limit`.
 
         `max_tokens` of None becomes `default_max_tokens`, but at most the room that the prompt leaves in the context;
         without a default it becomes all of that room. An unseeded request gets a seed here, so that its noise stays the
@@ -298,6 +310,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             grammar=grammar,
             allowed_tokens=self._allowed_tokens(vocab_size, stop_ids, bad_words),
             bad_words=[list(word) for word in bad_words],
+            reasoning_limit=reasoning_limit,
         )
 
     def _allowed_tokens(self, vocab_size: int, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]) -> bytes:

@@ -27,7 +27,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprob_token_ids": ((), "logprobs has the likeliest tokens"),
     "prompt_logprob_token_ids": ((), "prompt_logprobs has the likeliest tokens"),
     "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
-    "thinking_token_budget": ((-1,), "reasoning has no budget; max_tokens limits all output"),
     "watermarking": ((), "there are no watermarks"),
     "routed_experts_prompt_start": ((0,), "routed experts are not returned"),
     "trace_decode_token_ids": ((), "tokens are sampled, not replayed"),
@@ -46,7 +45,6 @@ class VllmParams(Struct, kw_only=True):
     logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
-    thinking_token_budget: int | None = None
     watermarking: Any = None
     routed_experts_prompt_start: int | None = None
     trace_decode_token_ids: Sequence[int] | None = None

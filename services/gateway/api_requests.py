@@ -54,6 +54,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, so that the error names the key
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    thinking_token_budget: Integer | None = None  # tokens of reasoning; -1: any number
     stream: bool | None = None
     stream_interval: Integer | None = None  # tokens of a chunk
     priority: Integer | None = None

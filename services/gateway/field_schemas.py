@@ -18,6 +18,7 @@ from shared.params import (
     MAX_PATTERN_SIZE,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_THINKING_TOKENS,
     SEED_MAX,
     SEED_MIN,
 )
@@ -224,6 +225,11 @@ FIELDS: Mapping[str, Schema] = {
     "include_stop_str_in_output": {"description": "Show the stop string in the text."},
     "ignore_eos": {"description": "Go on after end-of-sequence tokens."},
     "repetition_detection": {"description": "End an output that repeats itself."},
+    "thinking_token_budget": {
+        "description": "End reasoning after so many tokens; -1: whenever the model likes.",
+        "minimum": -1,
+        "maximum": MAX_THINKING_TOKENS,
+    },
     "max_pattern_size": {
         "description": "Tokens of the longest pattern that is looked for; with 0 none is.",
         "minimum": 0,

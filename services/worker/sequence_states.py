@@ -133,7 +133,8 @@ class SequenceStates:
 
 def is_masked(sampling: Sampling) -> bool:
     """Return whether the tokens that may be sampled are limited to those of a mask."""
-    return bool(sampling.grammar or sampling.allowed_tokens or sampling.bad_words)
+    limited = sampling.grammar or sampling.allowed_tokens or sampling.bad_words
+    return bool(limited) or sampling.reasoning_limit is not None
 
 
 class StateChanges:

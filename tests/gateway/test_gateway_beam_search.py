@@ -315,6 +315,7 @@ async def test_the_models_defaults_of_sampling_do_not_apply() -> None:
         ({"stop": "x"}, "stop"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["x"]}, "bad_words"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, "repetition_detection"),
         ({"response_format": {"type": "json_object"}}, "use_beam_search"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "use_beam_search"),
@@ -347,7 +348,7 @@ async def test_what_a_beam_search_cannot_do_is_refused(path: str, fields: dict[s
         {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1.0},
         {"stop": [], "logit_bias": {}, "seed": 4, "best_of": 2, "length_penalty": None},
         {"response_format": {"type": "text"}, "user": "me"},
-        {"bad_words": [], "allowed_token_ids": None, "repetition_detection": {}},
+        {"bad_words": [], "allowed_token_ids": None, "repetition_detection": {}, "thinking_token_budget": -1},
     ],
 )
 async def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:

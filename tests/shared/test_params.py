@@ -41,6 +41,7 @@ def to_sampling(params: SamplingParams, *, prompt_len: int = 10, max_model_len: 
         ("truncate_prompt_tokens", [0, -2]),
         ("stream_interval", [0, -1]),
         ("best_of", [2, 0]),
+        ("thinking_token_budget", [-2, 2**31]),
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> None:
@@ -56,7 +57,7 @@ NO_NUMBER: list[Any] = [
 ]  # fmt: skip
 WHOLE = (
     "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
-    "truncate_prompt_tokens", "stream_interval",
+    "truncate_prompt_tokens", "stream_interval", "thinking_token_budget",
 )  # fmt: skip
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize", "flat_logprobs")
 REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
