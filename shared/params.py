@@ -22,6 +22,7 @@ from shared.protocol import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
@@ -95,8 +96,9 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
 
     `max_tokens` of None means to the end of the context. `seed` of None or -1 means unseeded. `logprobs` is the number
     of alternatives for each output token (0: only the token's own log-probability); `top_logprobs` is the chat API's
-    name for the same number. `top_k` of 0 or -1 is off. A temperature of 0 is greedy. Keys of `logit_bias` may be
-    strings, as in JSON; `to_sampling` checks them, since only the model tells which ids there are.
+    name for the same number. With `logprob_token_ids` the alternatives are these tokens instead. `top_k` of 0 or -1 is
+    off. A temperature of 0 is greedy. Keys of `logit_bias` may be strings, as in JSON; `to_sampling` checks them, since
+    only the model tells which ids there are.
     """
 
     n: int = 1
@@ -118,6 +120,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
     bad_words: Sequence[str] | None = None
     logprobs: int | None = None
     top_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -148,6 +151,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         self._check_bias()
         self._check_allowed()
         self._check_bad_words()
+        self._check_logprob_ids()
         self.check_refused()
 
     def _check_types(self) -> None:
@@ -241,6 +245,12 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             rule = f"must hold words of at most {MAX_BAD_WORD_LENGTH} characters"
             _check(len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", rule, len(word))
 
+    def _check_logprob_ids(self) -> None:
+        if self.logprob_token_ids is not None:
+            _check_length("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, "token ids")
+            ids = [whole("logprob_token_ids", token) for token in self.logprob_token_ids]
+            force_setattr(self, "logprob_token_ids", ids)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return `stop` as a tuple, also if it is one string or None."""
@@ -250,7 +260,12 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives for each output token, or None without log-probabilities."""
+        """Return how many of the likeliest tokens are listed at each output token, or None without log-probabilities.
+
+        With `logprob_token_ids` none are, since these stand in their place.
+        """
+        if self.logprob_token_ids:
+            return 0
         counts = [count for count in (self.logprobs, self.top_logprobs) if count is not None]
         return max(counts, default=None)
 
@@ -284,6 +299,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         """
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
+        for token in self.logprob_token_ids or ():
+            _token_in_vocabulary("logprob_token_ids", token, vocab_size)
         stop_ids = dict.fromkeys(self.stop_token_ids or ())  # a set in order
         if not self.ignore_eos or grammar:
             stop_ids |= dict.fromkeys(eos_token_ids)
@@ -311,6 +328,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             allowed_tokens=self._allowed_tokens(vocab_size, stop_ids, bad_words),
             bad_words=[list(word) for word in bad_words],
             reasoning_limit=reasoning_limit,
+            logprob_token_ids=list(dict.fromkeys(self.logprob_token_ids or ())),
         )
 
     def _allowed_tokens(self, vocab_size: int, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]) -> bytes:

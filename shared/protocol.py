@@ -33,7 +33,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 12
+VERSION = 13
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -53,6 +53,9 @@ MAX_BAD_WORDS = 128
 
 MAX_BAD_WORD_TOKENS = 64
 """Maximum length of each: the worker compares them with the output in each step."""
+
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Maximum number of tokens whose log-probabilities are reported at each output token because a user names them."""
 
 MAX_CACHE_SALT = 128
 """Maximum number of characters of a `cache_salt`."""
@@ -88,6 +91,7 @@ LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=MAX_LOGIT_BIAS)]
 TokenSet = Annotated[bytes, Meta(max_length=MAX_VOCAB_SIZE // 8)]  # a bit for each id, as from `pack_token_set`
 BadWord = Annotated[list[Index], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
+LogprobTokenIds = Annotated[list[Index], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]
 ReasoningMarkers = Annotated[list[Index], Meta(min_length=1, max_length=8)]
 CacheSalt = Annotated[str, Meta(max_length=MAX_CACHE_SALT)]
 
@@ -155,6 +159,12 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     allowed_tokens: TokenSet = b""  # only these can be sampled; empty: all. End-of-sequence ids are no exception
     bad_words: BadWords = []  # sequences of tokens; the one that would complete one in the output cannot be sampled
     reasoning_limit: ReasoningLimit | None = None  # None: reasoning is as long as the model likes
+    logprob_token_ids: LogprobTokenIds = []  # reported as the alternatives, instead of the likeliest tokens
+
+    @property
+    def num_alternatives(self) -> int:
+        """The number of alternatives for each output token; -1: no log-probabilities at all."""
+        return len(self.logprob_token_ids) or self.logprobs
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -162,7 +172,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     logprob: Float32  # of the token at this position
     rank: Index  # of that token, 1 being the likeliest
-    top_ids: list[Index]  # the likeliest tokens, best first
+    top_ids: list[Index]  # the likeliest tokens, best first; or those of `logprob_token_ids`, in their order
     top_logprobs: list[Float32]  # of `top_ids`
 
 

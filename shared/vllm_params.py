@@ -24,7 +24,6 @@ class RequestOutputKind(Enum):
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": ((), "logits are computed where no code of the user runs; logit_bias changes them"),
     "extra_args": ((), "they are arguments of custom samplers, and there are none"),
-    "logprob_token_ids": ((), "logprobs has the likeliest tokens"),
     "prompt_logprob_token_ids": ((), "prompt_logprobs has the likeliest tokens"),
     "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
     "watermarking": ((), "there are no watermarks"),
@@ -42,7 +41,6 @@ class VllmParams(Struct, kw_only=True):
     best_of: int | None = None  # only equal to n
     logits_processors: Sequence[Any] | None = None
     extra_args: Mapping[str, Any] | None = None
-    logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
     watermarking: Any = None

@@ -26,6 +26,7 @@ from shared.protocol import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
@@ -271,6 +272,10 @@ FIELDS: Mapping[str, Schema] = {
         "description": "Log-probabilities of the prompt's tokens and of so many others; not in a stream.",
         "minimum": 0,
         "maximum": MAX_LOGPROBS,
+    },
+    "logprob_token_ids": {
+        "description": "The tokens whose log-probabilities come, instead of the likeliest ones; needs logprobs.",
+        "maxItems": MAX_LOGPROB_TOKEN_IDS,
     },
     "skip_special_tokens": {"description": "Leave the names of special tokens out of the text. Default: true."},
     "spaces_between_special_tokens": {"description": "Put spaces between special tokens that are shown."},

@@ -20,7 +20,7 @@ COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "repetition_detection", "stream_interval", "thinking_token_budget",
+    "repetition_detection", "stream_interval", "thinking_token_budget", "logprob_token_ids",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
 

@@ -107,6 +107,8 @@ CASES = [
     *both({"stream": None, "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     *both({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     chat({"top_logprobs": 1}, "top_logprobs", "needs logprobs"),
+    chat({"logprob_token_ids": [5]}, "logprob_token_ids", "needs logprobs to be true"),
+    completion({"logprob_token_ids": [5]}, "logprob_token_ids", "needs logprobs to be a number"),
     completion({"best_of": 3, "n": 2}, "best_of", "n, which is 2", "got 3"),
     chat({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
     # ranges
@@ -275,6 +277,7 @@ CASES = [
     response({"max_tool_calls": 1.5}, "max_tool_calls", "whole number", "1.5"),
     response({"include": ["x"]}, "include", "'x'", "not supported"),
     response({"top_logprobs": 2}, "top_logprobs", "needs include", "message.output_text.logprobs"),
+    response({"logprob_token_ids": [5]}, "logprob_token_ids", "needs include", "message.output_text.logprobs"),
     response({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be between", "got -1"),
     response({"max_output_tokens": 256}, "max_output_tokens", "256", "max_output_tokens is 256"),
     response({"min_tokens": 300}, "min_tokens", "must be at most max_output_tokens", "got 300"),

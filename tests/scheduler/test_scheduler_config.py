@@ -147,6 +147,8 @@ def test_every_setting_reaches_the_core() -> None:
         ([5], Sampling(5, 0, allowed_tokens=pack_token_set([0, 100])), "the model has no token 100"),
         ([5], Sampling(5, 0, allowed_tokens=b"\0\0"), "no token is allowed"),
         ([5], Sampling(5, 0, bad_words=[[1], [1, 100]]), "the model has no token 100"),
+        ([5], Sampling(5, 0, logprob_token_ids=[0, 99]), ""),
+        ([5], Sampling(5, 0, logprob_token_ids=[0, 100]), "the model has no token 100"),
         ([5], Sampling(5, 0, reasoning_limit=ReasoningLimit(5, [99], [98, 97])), ""),
         ([5], Sampling(5, 0, reasoning_limit=ReasoningLimit(5, [99], [100])), "the model has no token 100"),
         ([5], Sampling(5, 0, reasoning_limit=ReasoningLimit(5, [100], [99])), "the model has no token 100"),

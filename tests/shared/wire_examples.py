@@ -73,6 +73,7 @@ SAMPLING = Sampling(
     allowed_tokens=pack_token_set([1, 9]),
     bad_words=[[3], [4, 5]],
     reasoning_limit=ReasoningLimit(20, [6], [7, 8], is_open=True),
+    logprob_token_ids=[11, 10],
 )
 LOGPROBS = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])

@@ -108,7 +108,8 @@ def _unknown_token(tokens: "array[int]", sampling: Sampling, vocab_size: int) ->
     biased = [token for token, _ in sampling.logit_bias]
     limit = sampling.reasoning_limit
     markers = [] if limit is None else limit.begins + limit.ends
-    for ids in (tokens, sampling.stop_token_ids, biased, [highest_allowed], markers, *sampling.bad_words):
+    scored = sampling.logprob_token_ids
+    for ids in (tokens, sampling.stop_token_ids, biased, [highest_allowed], markers, scored, *sampling.bad_words):
         for extreme in (min(ids, default=0), max(ids, default=0)):  # much faster than checking each id
             if not 0 <= extreme < vocab_size:
                 return extreme
