@@ -22,7 +22,7 @@ class FlatLogprobs(Sequence[TokenDistribution]):
         self.end_indices: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.ranks: list[int] = []
+        self.ranks: list[int | None] = []
         self.decoded_tokens: list[str | None] = []
         for distribution in distributions:
             self.append(distribution)

@@ -17,12 +17,14 @@ class Logprob(Struct, frozen=True):
     """A token's log-probability in the model's own distribution, before temperature, penalties and bias."""
 
     logprob: float
-    rank: int  # 1 is the likeliest token
+    rank: int | None  # 1 is the likeliest token; None for those of `logprob_token_ids`
     decoded_token: str | None  # None without `detokenize`
 
 
 TokenDistribution = dict[int, Logprob]
-"""Log-probabilities at one position, by token id: of the token that stands there, and of the likeliest tokens."""
+"""Log-probabilities at one position, by token id: of the token that stands there, and of the likeliest tokens, or of
+those that were named.
+"""
 
 
 class CompletionOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -101,6 +103,7 @@ def distribution(entry: LogprobEntry, *, with_text: bool = True) -> TokenDistrib
     if entry.logprob is None:
         return None
     own = Logprob(entry.logprob, entry.rank, entry.token if with_text else None)
+    others = (other for other in entry.top if other.id != entry.id)
     return {entry.id: own} | {
-        other.id: Logprob(other.logprob, other.rank, other.token if with_text else None) for other in entry.top
+        other.id: Logprob(other.logprob, other.rank, other.token if with_text else None) for other in others
     }

@@ -30,11 +30,13 @@ from services.scheduler.core import Limits
 from shared.beam_params import BeamSearchParams
 from shared.errors import InvalidRequest, ModelError, brief
 from shared.params import SamplingParams, cache_salt
+from shared.protocol import ReasoningLimit
 from shared.text.bad_words import tokenize_bad_words
 from shared.text.grammars import GrammarCompiler
 from shared.text.message_grammar import message_grammar
 from shared.text.message_parser import NONE, MessageFormat, ParserChoice
 from shared.text.messages import text_of
+from shared.text.reasoning_limit import reasoning_limit
 from shared.text.template import CONTENT_FORMATS, ChatTemplate
 from shared.text.truncation import Truncation
 
@@ -140,9 +142,7 @@ class RequestBuilder:
         single = bool(messages) and isinstance(messages[0], Mapping)
         template = self._template(chat_template, chat_template_content_format)
         variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
-        parsers = ParserChoice.make(
-            template.source, self.tokenizer, tool_parser=NONE, reasoning_parser=self._reasoning_parser
-        )
+        parsers = self._parsers(template)
         conversations: Sequence[Any] = [messages] if single else messages
         prompts = []
         for conversation in conversations:
@@ -242,6 +242,7 @@ class RequestBuilder:
             eos_token_ids=self.tokenizer.eos_token_ids,
             grammar=self._grammar(params, prompt.format),
             bad_words=tokenize_bad_words(params.bad_words or (), self.tokenizer),
+            reasoning_limit=self._reasoning_limit(params, tokens, prompt.format),
         )
         return PendingRequest(
             next(self.ids),
@@ -295,6 +296,20 @@ class RequestBuilder:
             grammar = message_grammar(format, grammar)
             self._grammars.check(grammar, "structured_outputs")
         return grammar
+
+    def _reasoning_limit(
+        self, params: SamplingParams, tokens: Sequence[int], format: MessageFormat | None
+    ) -> ReasoningLimit | None:
+        if params.max_reasoning_tokens is None:
+            return None
+        choice = self._parsers(self.template) if format is None else format.choice
+        return reasoning_limit(params.max_reasoning_tokens, choice, tokens, format)
+
+    def _parsers(self, template: ChatTemplate) -> ParserChoice:
+        """Return what takes the outputs of a template's chats apart. Calls stay text."""
+        return ParserChoice.make(
+            template.source, self.tokenizer, tool_parser=NONE, reasoning_parser=self._reasoning_parser
+        )
 
     def _template(self, source: str | None, content_format: str) -> ChatTemplate:
         """Return the template of a chat: the model's, unless the caller has another one or another format."""

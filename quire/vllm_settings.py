@@ -144,7 +144,7 @@ REFUSED: dict[str, str] = {
     "only text is served": "default_mm_loras",
     "parsers of tool calls and reasoning are Quire's own": "tool_parser_plugin reasoning_parser_plugin",
     "tools are called by the client": "tool_server",
-    "reasoning has no budget": "reasoning_config",
+    "the tokens that mark reasoning are those of --reasoning-parser": "reasoning_config",
     "there is no speculative decoding": "speculative_config spec_method spec_model spec_tokens speculative_model",
     "there is no transfer of KV between engines": """
         kv_transfer_config kv_events_config ec_transfer_config ec_manager_config weight_transfer_config""",

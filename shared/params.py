@@ -22,9 +22,11 @@ from shared.protocol import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
+    ReasoningLimit,
     Sampling,
     pack_token_set,
 )
@@ -42,7 +44,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE_FIELDS = (
     "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
-    "truncate_prompt_tokens", "stream_interval", "best_of",
+    "truncate_prompt_tokens", "stream_interval", "best_of", "thinking_token_budget",
 )  # fmt: skip
 REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEAN_FIELDS = (
@@ -51,10 +53,11 @@ BOOLEAN_FIELDS = (
 )  # fmt: skip
 MAX_PATTERN_SIZE = 256  # tokens; looking for patterns of so many takes some 20 µs a token
 MAX_PATTERN_COUNT = 1_000_000
+MAX_THINKING_TOKENS = 2**31 - 1  # more than any context has
 _ID = re.compile(r"[0-9]{1,12}")
 OPTIONAL_FIELDS = frozenset(
     {"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"}
-    | {"truncate_prompt_tokens", "stream_interval", "best_of", "skip_reading_prefix_cache"}
+    | {"truncate_prompt_tokens", "stream_interval", "best_of", "skip_reading_prefix_cache", "thinking_token_budget"}
 )
 
 
@@ -93,8 +96,9 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
 
     `max_tokens` of None means to the end of the context. `seed` of None or -1 means unseeded. `logprobs` is the number
     of alternatives for each output token (0: only the token's own log-probability); `top_logprobs` is the chat API's
-    name for the same number. `top_k` of 0 or -1 is off. A temperature of 0 is greedy. Keys of `logit_bias` may be
-    strings, as in JSON; `to_sampling` checks them, since only the model tells which ids there are.
+    name for the same number. With `logprob_token_ids` the alternatives are these tokens instead. `top_k` of 0 or -1 is
+    off. A temperature of 0 is greedy. Keys of `logit_bias` may be strings, as in JSON; `to_sampling` checks them, since
+    only the model tells which ids there are.
     """
 
     n: int = 1
@@ -116,6 +120,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
     bad_words: Sequence[str] | None = None
     logprobs: int | None = None
     top_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -127,6 +132,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
     stream_interval: int | None = None  # tokens of a chunk, in a stream
     skip_reading_prefix_cache: bool | None = None  # compute all of the prompt; for `LLM`
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # tokens of reasoning, whose end is forced then; None and -1: any number
 
     @classmethod
     def from_optional(cls, **fields: Any) -> "SamplingParams":
@@ -145,6 +151,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         self._check_bias()
         self._check_allowed()
         self._check_bad_words()
+        self._check_logprob_ids()
         self.check_refused()
 
     def _check_types(self) -> None:
@@ -189,6 +196,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             _check(limit == -1 or limit >= 1, "truncate_prompt_tokens", "must be -1, or at least 1", limit)
         if self.stream_interval is not None:
             _check(self.stream_interval >= 1, "stream_interval", "must be at least 1", self.stream_interval)
+        if self.thinking_token_budget is not None:
+            _between("thinking_token_budget", self.thinking_token_budget, -1, MAX_THINKING_TOKENS)
         if self.best_of is not None:
             _check(
                 self.best_of == self.n, "best_of", f"is supported only if it equals n, which is {self.n}", self.best_of
@@ -236,6 +245,12 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             rule = f"must hold words of at most {MAX_BAD_WORD_LENGTH} characters"
             _check(len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", rule, len(word))
 
+    def _check_logprob_ids(self) -> None:
+        if self.logprob_token_ids is not None:
+            _check_length("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, "token ids")
+            ids = [whole("logprob_token_ids", token) for token in self.logprob_token_ids]
+            force_setattr(self, "logprob_token_ids", ids)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return `stop` as a tuple, also if it is one string or None."""
@@ -245,9 +260,19 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives for each output token, or None without log-probabilities."""
+        """Return how many of the likeliest tokens are listed at each output token, or None without log-probabilities.
+
+        With `logprob_token_ids` none are, since these stand in their place.
+        """
+        if self.logprob_token_ids:
+            return 0
         counts = [count for count in (self.logprobs, self.top_logprobs) if count is not None]
         return max(counts, default=None)
+
+    @property
+    def max_reasoning_tokens(self) -> int | None:
+        """Return `thinking_token_budget`, or None if there is no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def to_sampling(
         self,
@@ -259,11 +284,13 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         default_max_tokens: int | None = None,
         grammar: str = "",
         bad_words: Sequence[Sequence[int]] = (),
+        reasoning_limit: ReasoningLimit | None = None,
         prompt_field: str = "prompt",
     ) -> Sampling:
         """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens. `grammar` is that of
         `structured_outputs`; a token that ends a sequence also ends an output that follows one if `ignore_eos`.
-        The field `bad_words` comes as `bad_words`, which are sequences of tokens.
+        The field `bad_words` comes as `bad_words`, which are sequences of tokens, and `thinking_token_budget` as
+        `reasoning_limit`.
 
         `max_tokens` of None becomes `default_max_tokens`, but at most the room that the prompt leaves in the context;
         without a default it becomes all of that room. An unseeded request gets a seed here, so that its noise stays the
@@ -272,6 +299,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         """
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
+        for token in self.logprob_token_ids or ():
+            _token_in_vocabulary("logprob_token_ids", token, vocab_size)
         stop_ids = dict.fromkeys(self.stop_token_ids or ())  # a set in order
         if not self.ignore_eos or grammar:
             stop_ids |= dict.fromkeys(eos_token_ids)
@@ -298,6 +327,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             grammar=grammar,
             allowed_tokens=self._allowed_tokens(vocab_size, stop_ids, bad_words),
             bad_words=[list(word) for word in bad_words],
+            reasoning_limit=reasoning_limit,
+            logprob_token_ids=list(dict.fromkeys(self.logprob_token_ids or ())),
         )
 
     def _allowed_tokens(self, vocab_size: int, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]) -> bytes:

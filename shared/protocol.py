@@ -33,7 +33,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 11
+VERSION = 13
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -53,6 +53,9 @@ MAX_BAD_WORDS = 128
 
 MAX_BAD_WORD_TOKENS = 64
 """Maximum length of each: the worker compares them with the output in each step."""
+
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Maximum number of tokens whose log-probabilities are reported at each output token because a user names them."""
 
 MAX_CACHE_SALT = 128
 """Maximum number of characters of a `cache_salt`."""
@@ -88,6 +91,8 @@ LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=MAX_LOGIT_BIAS)]
 TokenSet = Annotated[bytes, Meta(max_length=MAX_VOCAB_SIZE // 8)]  # a bit for each id, as from `pack_token_set`
 BadWord = Annotated[list[Index], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
+LogprobTokenIds = Annotated[list[Index], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]
+ReasoningMarkers = Annotated[list[Index], Meta(min_length=1, max_length=8)]
 CacheSalt = Annotated[str, Meta(max_length=MAX_CACHE_SALT)]
 
 
@@ -118,6 +123,18 @@ class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     count: Count  # incremented each time they are configured
 
 
+class ReasoningLimit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Ends reasoning that is as long as it may be: then only the end of reasoning can be sampled.
+
+    A token of `begins` begins reasoning, each time that the output has one, and one of `ends` ends it.
+    """
+
+    max_tokens: Index  # of output, between the two
+    begins: ReasoningMarkers
+    ends: ReasoningMarkers  # the first one is that which can be sampled then
+    is_open: bool = False  # the prompt ends inside reasoning
+
+
 class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The parameters by which worker and scheduler choose a sequence's tokens and its end.
 
@@ -141,6 +158,13 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     grammar: LongText = ""  # that the output has to follow, in llguidance's notation; empty: none
     allowed_tokens: TokenSet = b""  # only these can be sampled; empty: all. End-of-sequence ids are no exception
     bad_words: BadWords = []  # sequences of tokens; the one that would complete one in the output cannot be sampled
+    reasoning_limit: ReasoningLimit | None = None  # None: reasoning is as long as the model likes
+    logprob_token_ids: LogprobTokenIds = []  # reported as the alternatives, instead of the likeliest tokens
+
+    @property
+    def num_alternatives(self) -> int:
+        """The number of alternatives for each output token; -1: no log-probabilities at all."""
+        return len(self.logprob_token_ids) or self.logprobs
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -148,7 +172,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     logprob: Float32  # of the token at this position
     rank: Index  # of that token, 1 being the likeliest
-    top_ids: list[Index]  # the likeliest tokens, best first
+    top_ids: list[Index]  # the likeliest tokens, best first; or those of `logprob_token_ids`, in their order
     top_logprobs: list[Float32]  # of `top_ids`
 
 

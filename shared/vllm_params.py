@@ -24,10 +24,8 @@ class RequestOutputKind(Enum):
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": ((), "logits are computed where no code of the user runs; logit_bias changes them"),
     "extra_args": ((), "they are arguments of custom samplers, and there are none"),
-    "logprob_token_ids": ((), "logprobs has the likeliest tokens"),
     "prompt_logprob_token_ids": ((), "prompt_logprobs has the likeliest tokens"),
     "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
-    "thinking_token_budget": ((-1,), "reasoning has no budget; max_tokens limits all output"),
     "watermarking": ((), "there are no watermarks"),
     "routed_experts_prompt_start": ((0,), "routed experts are not returned"),
     "trace_decode_token_ids": ((), "tokens are sampled, not replayed"),
@@ -43,10 +41,8 @@ class VllmParams(Struct, kw_only=True):
     best_of: int | None = None  # only equal to n
     logits_processors: Sequence[Any] | None = None
     extra_args: Mapping[str, Any] | None = None
-    logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
-    thinking_token_budget: int | None = None
     watermarking: Any = None
     routed_experts_prompt_start: int | None = None
     trace_decode_token_ids: Sequence[int] | None = None

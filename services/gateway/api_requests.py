@@ -51,9 +51,11 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, so that the error names the key
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    thinking_token_budget: Integer | None = None  # tokens of reasoning; -1: any number
     stream: bool | None = None
     stream_interval: Integer | None = None  # tokens of a chunk
     priority: Integer | None = None
@@ -282,6 +284,8 @@ def check_generation(request: GenerationRequest) -> None:
     _check_beams(request)
     if isinstance(request, ChatRequest):
         _check_chat(request)
+    elif isinstance(request, CompletionRequest) and request.logprob_token_ids and request.logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs to be a number", "logprob_token_ids")
 
 
 def _check_beams(request: GenerationRequest) -> None:
@@ -309,6 +313,8 @@ def _check_chat(request: ChatRequest) -> None:
         )
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    if request.logprob_token_ids and not request.logprobs:
+        raise InvalidRequest("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
 
 
 def _tool_call_arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:

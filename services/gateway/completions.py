@@ -154,12 +154,12 @@ def _check_samples(num_prompts: int, params: SamplingParams, num_sequences: int,
     num_samples = num_prompts * num_sequences
     if num_samples > MAX_SAMPLES:
         raise InvalidRequest(f"prompts times n (or beams) must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
-    lists = (params.logit_bias, params.stop_token_ids, params.allowed_token_ids)
+    lists = (params.logit_bias, params.stop_token_ids, params.allowed_token_ids, params.logprob_token_ids)
     num_listed = sum(len(entries or ()) for entries in lists) + num_bad
     if num_prompts > 1 and num_prompts * num_listed > MAX_LISTED:
         raise InvalidRequest(
-            "prompts times entries of logit_bias, stop_token_ids, allowed_token_ids and tokens of bad_words "
-            f"must be at most {MAX_LISTED}, got {num_prompts} times {num_listed}",
+            "prompts times entries of logit_bias, stop_token_ids, allowed_token_ids, logprob_token_ids and tokens of "
+            f"bad_words must be at most {MAX_LISTED}, got {num_prompts} times {num_listed}",
             "prompt",
         )
 
@@ -190,10 +190,9 @@ def _logprobs(
     echo_logprobs: dict[str, list[Any]] | None,
     as_ids: bool,
 ) -> dict[str, list[Any]] | None:
-    count = generation.prompt.params.logprobs
-    if count is None:
+    if generation.prompt.params.logprobs is None:
         return None
-    own = completion_logprobs(entries, count, as_ids)
+    own = completion_logprobs(entries, generation.prompt.sampling.num_alternatives, as_ids)
     return own if echo_logprobs is None else {name: echo_logprobs[name] + values for name, values in own.items()}
 
 

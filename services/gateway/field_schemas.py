@@ -18,6 +18,7 @@ from shared.params import (
     MAX_PATTERN_SIZE,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_THINKING_TOKENS,
     SEED_MAX,
     SEED_MIN,
 )
@@ -25,6 +26,7 @@ from shared.protocol import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
@@ -224,6 +226,11 @@ FIELDS: Mapping[str, Schema] = {
     "include_stop_str_in_output": {"description": "Show the stop string in the text."},
     "ignore_eos": {"description": "Go on after end-of-sequence tokens."},
     "repetition_detection": {"description": "End an output that repeats itself."},
+    "thinking_token_budget": {
+        "description": "End reasoning after so many tokens; -1: whenever the model likes.",
+        "minimum": -1,
+        "maximum": MAX_THINKING_TOKENS,
+    },
     "max_pattern_size": {
         "description": "Tokens of the longest pattern that is looked for; with 0 none is.",
         "minimum": 0,
@@ -265,6 +272,10 @@ FIELDS: Mapping[str, Schema] = {
         "description": "Log-probabilities of the prompt's tokens and of so many others; not in a stream.",
         "minimum": 0,
         "maximum": MAX_LOGPROBS,
+    },
+    "logprob_token_ids": {
+        "description": "The tokens whose log-probabilities come, instead of the likeliest ones; needs logprobs.",
+        "maxItems": MAX_LOGPROB_TOKEN_IDS,
     },
     "skip_special_tokens": {"description": "Leave the names of special tokens out of the text. Default: true."},
     "spaces_between_special_tokens": {"description": "Put spaces between special tokens that are shown."},

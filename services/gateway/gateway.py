@@ -19,6 +19,7 @@ from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
 from shared.protocol import Welcome
 from shared.text.message_parser import MessageFormat
+from shared.text.reasoning_limit import reasoning_limit
 
 
 class Gateway(Struct, frozen=True):
@@ -106,6 +107,7 @@ class Gateway(Struct, frozen=True):
             default_max_tokens=default_max_tokens,
             grammar=grammar,
             bad_words=bad_words,
+            reasoning_limit=reasoning_limit(params.max_reasoning_tokens, self.model.parsers, prompt.tokens, format),
             prompt_field=field,
         )
         if beams is not None:

@@ -24,9 +24,8 @@ def has_many_logprobs(generations: Sequence[Generation]) -> bool:
 
 
 def _count(generation: Generation) -> int:
-    params, count = generation.prompt.params, 0
-    if params.num_logprobs is not None:
-        count += generation.text.num_output_tokens * (params.num_logprobs + 1)
+    params, sampling = generation.prompt.params, generation.prompt.sampling
+    count = generation.text.num_output_tokens * (sampling.num_alternatives + 1)  # -1: none
     if params.prompt_logprobs is not None:
         count += len(generation.prompt.tokens) * (params.prompt_logprobs + 1)
     return count
@@ -38,7 +37,7 @@ def chat_logprobs(entries: Sequence[LogprobEntry], as_ids: bool = False) -> dict
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry], count: int, as_ids: bool = False) -> dict[str, list[Any]]:
-    """Return four lists with an item for each entry. `top_logprobs` has the `count` likeliest tokens and its own."""
+    """Return four lists with an item for each entry. `top_logprobs` has its first `count` alternatives and its own."""
     return {
         "text_offset": [entry.offset for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -72,9 +71,9 @@ def _alternatives(entry: LogprobEntry, count: int, as_ids: bool) -> dict[str, fl
     if entry.logprob is None:
         return None
     logprobs: dict[str, float] = {}
-    for other in entry.top[:count]:
-        logprobs.setdefault(_name(other, as_ids), other.logprob)  # two may have the same text: keep the likelier one
-    logprobs.setdefault(_name(entry, as_ids), entry.logprob)
+    own = _name(entry, as_ids), entry.logprob
+    for name, logprob in (*((_name(other, as_ids), other.logprob) for other in entry.top[:count]), own):
+        logprobs[name] = max(logprob, logprobs.get(name, logprob))  # two may have the same text: keep the likelier one
     return logprobs
 
 

@@ -51,7 +51,7 @@ RENAMED = (
     (re.compile(r"max_completion_tokens|\bmax_tokens\b"), "max_output_tokens"),
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"top_logprobs needs logprobs to be true"), f"top_logprobs needs include to have {LOGPROBS}"),
+    (re.compile(r"needs logprobs to be true"), f"needs include to have {LOGPROBS}"),
 )
 """Names and words of a chat's errors, and their own."""
 

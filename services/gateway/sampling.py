@@ -20,7 +20,7 @@ COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "repetition_detection", "stream_interval",
+    "repetition_detection", "stream_interval", "thinking_token_budget", "logprob_token_ids",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
 
@@ -33,6 +33,7 @@ BEAM_FIELDS = frozenset(
 """Those of the copied fields that a beam search takes: it honours them, or they cannot change it (seed)."""
 
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
+_OFF = (("top_k", -1), ("thinking_token_budget", -1))
 _NOTHING: tuple[Any, ...] = (None, [], {}, RepetitionDetectionParams())  # values of any field that ask for nothing
 
 
@@ -69,7 +70,7 @@ def beam_settings(request: GenerationRequest) -> BeamSettings | None:
     name = "n" if request.best_of is None else "best_of"
     for field in COPIED_FIELDS:
         value = getattr(request, field)
-        asks = value not in (*_NOTHING, _DEFAULTS[field]) and (field, value) != ("top_k", -1)
+        asks = value not in (*_NOTHING, _DEFAULTS[field]) and (field, value) not in _OFF
         if asks and field not in BEAM_FIELDS:
             raise InvalidRequest(f"{field} {REFUSED}, got {brief(value)}", field)
     if request.temperature is not None:

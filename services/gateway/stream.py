@@ -29,6 +29,7 @@ from services.gateway.gateway import Gateway, logged_id
 from services.gateway.generation import Generation, Update, merge, submit
 from services.gateway.prompt import PreparedPrompt
 from shared.errors import InvalidRequest
+from shared.params import SamplingParams
 from shared.protocol import ProgressRow
 
 COMMENT = b": keep-alive\n\n"
@@ -77,14 +78,22 @@ def _check_logprobs(prompts: Sequence[PreparedPrompt], *, interval: int | None) 
 
     A stream holds those of `interval` tokens of each sample; what is no stream, and a beam search, those of all.
     """
-    count = sum(_num_held_tokens(prompt, interval) * (prompt.sampling.logprobs + 1) for prompt in prompts)  # -1: none
+    numbers = (prompt.sampling.num_alternatives + 1 for prompt in prompts)  # -1: none
+    count = sum(_num_held_tokens(prompt, interval) * number for prompt, number in zip(prompts, numbers, strict=True))
     if count > MAX_LOGPROBS_AT_ONCE:
         raise InvalidRequest(
             f"this asks for up to {count} log-probabilities at once (samples or beams, times max_tokens or a stream's "
             f"interval, times alternatives and the token itself), but at most {MAX_LOGPROBS_AT_ONCE} are held; a "
             "stream may have more",
-            "logprobs" if prompts[0].params.top_logprobs is None else "top_logprobs",
+            _alternatives_field(prompts[0].params),
         )
+
+
+def _alternatives_field(params: SamplingParams) -> str:
+    """Return the field that says what the alternatives of an output token are."""
+    if params.logprob_token_ids:
+        return "logprob_token_ids"
+    return "logprobs" if params.top_logprobs is None else "top_logprobs"
 
 
 def _num_held_tokens(prompt: PreparedPrompt, interval: int | None) -> int:

@@ -52,8 +52,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **{
         name: REFUSED[name][0]
         for name in (
-            "logits_processors", "logprob_token_ids", "routed_experts_prompt_start", "thinking_token_budget",
-            "watermarking",
+            "logits_processors", "routed_experts_prompt_start", "watermarking",
         )
     },
 }  # fmt: skip

@@ -23,14 +23,13 @@ class StepOutputs:
     slots: Sequence[int] = ()  # (N,): whose tokens were sampled
     tokens: Tensor | None = None  # (N,) int64
     errors: dict[int, str] = field(default_factory=dict)  # by slot: why its sequence cannot go on
-    sampled: LogprobRows | None = None  # log-probabilities of sampled tokens
+    sampled: list[LogprobRows] = field(default_factory=list)  # log-probabilities of sampled tokens
     prompts: list[LogprobRows] = field(default_factory=list)  # log-probabilities of prompt tokens
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, in the order in which `LaunchedStep` reads them."""
-        groups = [self.sampled] if self.sampled else []
-        columns = [column for group in groups + self.prompts for column in group.columns]
+        columns = [column for group in self.sampled + self.prompts for column in group.columns]
         return columns if self.tokens is None else [self.tokens, *columns]
 
 
@@ -99,8 +98,8 @@ class LaunchedStep:
         tokens = [] if outputs.tokens is None else next(tensors).tolist()
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
-        if outputs.sampled:
-            _add_entries(logprobs, outputs.sampled, [next(tensors) for _ in outputs.sampled.columns])
+        for group in outputs.sampled:
+            _add_entries(logprobs, group, [next(tensors) for _ in group.columns])
         for group in outputs.prompts:
             _add_entries(prompts, group, [next(tensors) for _ in group.columns])
         rows = [

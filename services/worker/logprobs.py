@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels.ops import Ops
+from kernels.reference.sampling import LOGPROB_FLOOR
 from services.worker.batch import Batch
 from services.worker.models.causal_lm import CausalLM
 from services.worker.sampler import SamplingBatch
@@ -33,22 +34,35 @@ class LogprobRows(NamedTuple):
 
 
 class StagedLogprobs(NamedTuple):
-    """The tokens of a `SamplingBatch` whose requests ask for log-probabilities."""
+    """Tokens of a `SamplingBatch` whose requests ask for log-probabilities."""
 
     slots: list[int]
     counts: list[int]
     tokens: Section  # their indices in the batch
     rows: Section  # their rows of the logits
+    ids: Section | None  # (M, K) int64: the alternatives, in rows of different lengths; None: the likeliest tokens
 
 
-def stage_logprobs(batch: SamplingBatch, states: SequenceStates, buffer: StepBuffer) -> StagedLogprobs | None:
-    """Add to `buffer` which tokens of `batch` need log-probabilities. Return None if none does."""
+def stage_logprobs(batch: SamplingBatch, states: SequenceStates, buffer: StepBuffer) -> list[StagedLogprobs]:
+    """Add to `buffer` which tokens of `batch` need log-probabilities: those whose requests ask for the likeliest tokens
+    beside them, and those whose requests name others.
+    """
     requested = np.flatnonzero(states.num_logprobs[batch.slots] >= 0)
-    if not len(requested):
-        return None
-    slots = batch.slots[requested]
-    counts = states.num_logprobs[slots].tolist()
-    return StagedLogprobs(slots.tolist(), counts, buffer.add(requested), buffer.add(batch.rows[requested]))
+    groups = []
+    for has_ids in (False, True):
+        part = requested[states.has_logprob_ids[batch.slots[requested]] == has_ids]
+        if not len(part):
+            continue
+        slots = batch.slots[part]
+        counts = states.num_logprobs[slots].tolist()
+        ids = None
+        if has_ids:
+            listed = [sampling.logprob_token_ids for slot in slots if (sampling := states.sampling[slot])]
+            counts = list(map(len, listed))
+            padded = np.array([row + [0] * (max(counts) - len(row)) for row in listed], np.int64)
+            ids = buffer.add(padded)
+        groups.append(StagedLogprobs(slots.tolist(), counts, buffer.add(part), buffer.add(batch.rows[part]), ids))
+    return groups
 
 
 def sampled_logprobs(logits: Tensor, tokens: Tensor, staged: StagedLogprobs, ops: Ops) -> LogprobRows:
@@ -57,7 +71,21 @@ def sampled_logprobs(logits: Tensor, tokens: Tensor, staged: StagedLogprobs, ops
     `logits` (L, V) are those of the model, before bias, masks and penalties.
     """
     rows, chosen = logits.index_select(0, staged.rows.tensor), tokens.index_select(0, staged.tokens.tensor)
-    return LogprobRows(staged.slots, staged.counts, ops.logprobs(rows, chosen, max(staged.counts)))
+    if staged.ids is None:
+        return LogprobRows(staged.slots, staged.counts, ops.logprobs(rows, chosen, max(staged.counts)))
+    logprobs, ranks, *likeliest = ops.logprobs(rows, chosen, 1)
+    ids = staged.ids.tensor
+    return LogprobRows(staged.slots, staged.counts, (logprobs, ranks, ids, _logprobs_of(rows, ids, *likeliest)))
+
+
+def _logprobs_of(logits: Tensor, ids: Tensor, likeliest: Tensor, its_logprobs: Tensor) -> Tensor:
+    """log p(id) = x[id] - log Σ exp(x), for `ids` (M, K) of each row.
+
+    The sum follows from the likeliest token (M, 1), so that it depends on the row alone, and not on what was sampled.
+    """
+    total = logits.gather(-1, likeliest) - its_logprobs
+    logprobs = logits.gather(-1, ids) - total
+    return logprobs.nan_to_num(nan=LOGPROB_FLOOR, neginf=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
 
 
 def prompt_logprobs(

@@ -89,7 +89,7 @@ class _Sampling(NamedTuple):
 
     last_tokens: Section  # of the rows that sample, by their index in the batch
     tokens: StagedSampling
-    logprobs: StagedLogprobs | None
+    logprobs: list[StagedLogprobs]
 
 
 class _StagedStep(NamedTuple):
@@ -364,5 +364,4 @@ class ModelRunner:
         tokens = state.sampler.sample(logits, staged, masks)
         state.sequences.store_tokens(staged.slots.tensor, staged.positions.tensor, tokens)
         outputs.slots, outputs.tokens = staged.batch.slots.tolist(), tokens
-        if sampling.logprobs:
-            outputs.sampled = sampled_logprobs(logits, tokens, sampling.logprobs, self._ops)
+        outputs.sampled = [sampled_logprobs(logits, tokens, group, self._ops) for group in sampling.logprobs]

@@ -49,7 +49,7 @@ class SequenceStates:
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.num_logprobs, self.num_prompt_logprobs = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
         self.has_logit_bias, self.has_penalties = np.zeros(slots, bool), np.zeros(slots, bool)
-        self.has_mask = np.zeros(slots, bool)
+        self.has_mask, self.has_logprob_ids = np.zeros(slots, bool), np.zeros(slots, bool)
         self.adapter_slot = np.full(slots, -1, np.int64)  # of the sequence's adapter; -1: it uses none
         self.sampling: list[Sampling | None] = [None] * slots
 
@@ -120,6 +120,7 @@ class SequenceStates:
         self.frequency_penalty[slot] = sampling.frequency_penalty
         self.min_tokens[slot] = sampling.min_tokens
         self.num_logprobs[slot], self.num_prompt_logprobs[slot] = sampling.logprobs, sampling.prompt_logprobs
+        self.has_logprob_ids[slot] = bool(sampling.logprob_token_ids)
         self.has_logit_bias[slot] = bool(sampling.logit_bias)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self.has_penalties[slot] = penalties != (1, 0, 0)
@@ -133,7 +134,8 @@ class SequenceStates:
 
 def is_masked(sampling: Sampling) -> bool:
     """Return whether the tokens that may be sampled are limited to those of a mask."""
-    return bool(sampling.grammar or sampling.allowed_tokens or sampling.bad_words)
+    limited = sampling.grammar or sampling.allowed_tokens or sampling.bad_words
+    return bool(limited) or sampling.reasoning_limit is not None
 
 
 class StateChanges:

@@ -1,10 +1,12 @@
-"""`TokenMasks`: which tokens running sequences may sample, by their grammars, `allowed_tokens` and `bad_words`.
+"""`TokenMasks`: which tokens running sequences may sample, by their grammars, `allowed_tokens`, `bad_words` and limits
+of reasoning.
 
-A mask has a bit for each token. What it allows is a function of the sequence's output: a matcher follows a grammar, and
-a bad word is ruled out where its beginning is the end of the output. So its last token has to be seen before the next
-mask is known. On a GPU that token is known on the host only when its step is done, so `masks` waits for it, while the
-device computes the next forward pass; it waits for no sequence whose mask stays the same. If a sequence comes back
-after a preemption or from another worker, it starts from its output so far.
+A mask has a bit for each token. What it allows is a function of the sequence's output: a matcher follows a grammar, a
+bad word is ruled out where its beginning is the end of the output, and reasoning that has reached its limit can only
+end. So the output's last token has to be seen before the next mask is known. On a GPU that token is known on the host
+only when its step is done, so `masks` waits for it, while the device computes the next forward pass; it waits for no
+sequence whose mask stays the same. If a sequence comes back after a preemption or from another worker, it starts from
+its output so far.
 """
 
 import itertools
@@ -20,7 +22,7 @@ from torch import Tensor
 from services.worker.matchers import WORD, GrammarMatchers, Matcher
 from services.worker.sequence_states import Ints, is_masked
 from shared.errors import QuireError
-from shared.protocol import NOTHING_LEFT, Sampling, StepPlan, unpack_tokens
+from shared.protocol import NOTHING_LEFT, ReasoningLimit, Sampling, StepPlan, unpack_tokens
 from shared.text.grammars import GrammarCompiler
 
 Words = npt.NDArray[np.uint32]
@@ -57,27 +59,60 @@ class _Sequence:
             if len(word) > 1:
                 self._bad_ends[tuple(word[:-1])].append(word[-1])
         self._lengths = {len(begin) for begin in self._bad_ends}
+        limit = sampling.reasoning_limit
+        self._reasoning = None if limit is None else _Reasoning(limit, self.output)
 
     @property
     def follows(self) -> bool:
         """Whether its mask depends on its output."""
-        return self.matcher is not None or bool(self._bad_ends)
+        return self.matcher is not None or bool(self._bad_ends) or self._reasoning is not None
 
     def see(self, token: int) -> None:
         """Follow its output by one token."""
+        if self._reasoning is not None:
+            self._reasoning.see(token)
         if self.matcher is not None:
             self.matcher.see(token)
         else:
             self.output.append(token)
 
     def restrict(self, words: Words) -> bool:
-        """Take from a mask what `allowed_tokens` and `bad_words` rule out now. Return whether anything is left."""
+        """Take from a mask all but the end of reasoning that is due now, unless a grammar rules that out; or else what
+        `allowed_tokens` and `bad_words` rule out now. Return whether anything is left.
+        """
+        if self._reasoning is not None and self._reasoning.is_due and _keep(words, self._reasoning.end):
+            return True
         if self._allowed is None:
             return True
         words &= self._allowed
         ends = (self._bad_ends.get(tuple(self.output[-length:]), ()) for length in self._lengths)
         _take(words, list(itertools.chain.from_iterable(ends)))
         return bool(words.any())
+
+
+class _Reasoning:
+    """Counts an output's tokens of reasoning, up to a limit."""
+
+    def __init__(self, limit: ReasoningLimit, output: Sequence[int]) -> None:
+        """`output` are the tokens so far."""
+        self._limit = limit
+        self.end = limit.ends[0]
+        self._num_tokens = 0 if limit.is_open else -1  # since its beginning; -1: the output is not inside reasoning
+        for token in output:
+            self.see(token)
+
+    def see(self, token: int) -> None:
+        if token in self._limit.begins:
+            self._num_tokens = 0
+        elif token in self._limit.ends:
+            self._num_tokens = -1
+        elif self._num_tokens >= 0:
+            self._num_tokens += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the limit is reached, and so the end has to come now."""
+        return self._num_tokens >= self._limit.max_tokens
 
 
 class TokenMasks:
@@ -183,6 +218,16 @@ def _restrict(words: Words, sequence: _Sequence, must_go_on: bool) -> str:
         if rest.any():
             words[:] = rest
     return ""
+
+
+def _keep(words: Words, token: int) -> bool:
+    """Leave only `token` in a mask, if it is there. Return whether it is."""
+    index, bit = divmod(token, WORD)
+    word = words[index] & np.uint32(1 << bit)
+    if word:
+        words[:] = 0
+        words[index] = word
+    return bool(word)
 
 
 def _as_words(tokens: bytes, num_words: int) -> Words:

@@ -16,13 +16,13 @@ MIN_LOGPROB = -9999.0
 
 
 class Alternative(Struct, frozen=True, gc=False):
-    """One of the likeliest tokens at a position."""
+    """One of the likeliest tokens at a position, or one that the request names."""
 
     id: int
     token: str
     bytes: bytes
     logprob: float
-    rank: int  # 1 is the likeliest token
+    rank: int | None  # 1 is the likeliest token; None: it was not counted
 
 
 class LogprobEntry(Struct, frozen=True):
@@ -34,15 +34,21 @@ class LogprobEntry(Struct, frozen=True):
     logprob: float | None
     rank: int  # 1 is the likeliest token
     offset: int  # characters of text before the token
-    top: list[Alternative]  # the likeliest first, as many as were requested
+    top: list[Alternative]  # the likeliest first, as many as were requested, or those that the request names
 
 
 def make_entry(
-    tokenizer: Tokenizer | None, token: int, logprobs: TokenLogprobs | None, offset: int, at_start: bool = False
+    tokenizer: Tokenizer | None,
+    token: int,
+    logprobs: TokenLogprobs | None,
+    offset: int,
+    at_start: bool = False,
+    *,
+    ranked: bool = True,
 ) -> LogprobEntry:
     """Return the entry of `token`. Its text begins at character `offset`; `at_start`: it is the first of its text.
 
-    Without a tokenizer, the texts are empty.
+    Without a tokenizer, the texts are empty. Unless `ranked`, the alternatives are not the likeliest tokens.
     """
 
     def spell(id: int) -> tuple[str, bytes]:
@@ -54,7 +60,7 @@ def make_entry(
     if logprobs is None:
         return LogprobEntry(token, text, raw, None, 0, offset, [])
     top = [
-        Alternative(id, *spell(id), finite(logprob), rank)
+        Alternative(id, *spell(id), finite(logprob), rank if ranked else None)
         for rank, (id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1)
     ]
     return LogprobEntry(token, text, raw, finite(logprobs.logprob), logprobs.rank, offset, top)

@@ -138,8 +138,16 @@ class SampleText:
             later = (index for index, entry in enumerate(self._pending) if entry.offset >= self._num_shown)
             num_due = next(later, num_due)
         due, self._pending = self._pending[:num_due], self._pending[num_due:]
+        ranked = not self._params.logprob_token_ids
         return [
-            make_entry(self._spelling, entry.token, entry.logprobs, min(entry.offset, self._num_shown), entry.at_start)
+            make_entry(
+                self._spelling,
+                entry.token,
+                entry.logprobs,
+                min(entry.offset, self._num_shown),
+                entry.at_start,
+                ranked=ranked,
+            )
             for entry in due
         ]
 

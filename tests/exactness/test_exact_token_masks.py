@@ -1,4 +1,5 @@
-"""`quire serve` with the embedded model, whose outputs keep to bad words and allowed tokens while a process is killed.
+"""`quire serve` with the embedded model, whose outputs keep to bad words, allowed tokens and a limit of their reasoning
+while a process is killed.
 
 What is ruled out is a function of the output, so an output goes on as it would have without that.
 """
@@ -22,6 +23,7 @@ from tests.waiting import until
 NAME = "smol"
 TOPICS = ("the sea", "old trains", "bread", "mountains")
 TOKENS = 48
+REASONING = 20
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,13 +40,26 @@ class Output(Struct):
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(locate(""))
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the model's tokenizer, in which two tokens that it does not need mark reasoning."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (locate("") / name).read_text()
+        (folder / name).write_text(text.replace("<repo_name>", "<think>").replace("<file_sep>", "</think>"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder, locate(""))
 
 
 @pytest.mark.parametrize("victim", ["worker", "scheduler"])
-async def test_a_killed_process_is_a_pause(victim: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with serving(locate(""), tmp_path, name=NAME) as server:
+async def test_a_killed_process_is_a_pause(
+    victim: str, tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    flags = f"--tokenizer={tokenizer_folder}", "--reasoning-parser=qwen3"
+    with serving(locate(""), tmp_path, *flags, name=NAME) as server:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=PATIENCE) as api:
             free = await write_all(api, {})
@@ -52,6 +67,7 @@ async def test_a_killed_process_is_a_pause(victim: str, tokenizer: Tokenizer, tm
             fields = {
                 "bad_words": list(dict.fromkeys("".join(pair) for pair in bad)),
                 "allowed_token_ids": without_letter("z", tokenizer),
+                "thinking_token_budget": REASONING,
             }
             undisturbed = await write_all(api, fields)
             disturbed = await write_all(api, fields, server, victim)
@@ -62,6 +78,7 @@ async def test_a_killed_process_is_a_pause(victim: str, tokenizer: Tokenizer, tm
         assert len(output.tokens) == TOKENS
         assert not set(output.pairs) & set(bad)
         assert not any("z" in token.lower() for token in output.tokens)
+        assert output.tokens.index("</think>") == REASONING
 
 
 def two_words(output: Output, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -102,7 +119,7 @@ async def write(
 ) -> None:
     chunks = await api.completions.create(
         model=NAME,
-        prompt=f"A few facts about {topic}, and the",
+        prompt=f"<think>A few facts about {topic}, and the",
         max_tokens=TOKENS,
         n=len(outputs),
         seed=seed,

@@ -142,7 +142,9 @@ class FakeEngineRequest:
         finish = self._finish(token, self._positions[sample])
         if finish is not None:
             self._live.remove(sample)
-        logprobs = [logprobs_of(token, sampling.logprobs)] if sampling.logprobs >= 0 else None
+        logprobs = None
+        if sampling.logprobs >= 0:
+            logprobs = [logprobs_of(token, sampling.logprobs, sampling.logprob_token_ids)]
         admission = None if position else self._backend.admission
         return ProgressRow(1, sample, position, [token], logprobs, scores, finish, cached, "", admission)
 
@@ -152,8 +154,12 @@ class FakeEngineRequest:
         return FinishReason.LENGTH if count == self.sampling.max_tokens else None
 
 
-def logprobs_of(token: int, count: int) -> TokenLogprobs:
-    """Return log-probabilities that tell tokens apart: -token/1000; the next ids as alternatives, the last at -inf."""
+def logprobs_of(token: int, count: int, named: Sequence[int] = ()) -> TokenLogprobs:
+    """Return log-probabilities that tell tokens apart: -token/1000; the next ids as alternatives, the last at -inf, or
+    those that are `named`.
+    """
+    if named:
+        return TokenLogprobs(-token / 1000, 1, list(named), [-id / 1000 for id in named])
     top = [(token + at) % VOCAB for at in range(count)]
     values = [-token / 1000 - at for at in range(count)]
     if count > 1:

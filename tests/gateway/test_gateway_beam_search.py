@@ -315,6 +315,8 @@ async def test_the_models_defaults_of_sampling_do_not_apply() -> None:
         ({"stop": "x"}, "stop"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["x"]}, "bad_words"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
         ({"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, "repetition_detection"),
         ({"response_format": {"type": "json_object"}}, "use_beam_search"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "use_beam_search"),
@@ -333,7 +335,9 @@ async def test_the_models_defaults_of_sampling_do_not_apply() -> None:
 async def test_what_a_beam_search_cannot_do_is_refused(path: str, fields: dict[str, Any], param: str) -> None:
     """Before a stream begins, too."""
     backend = BeamBackend()
-    prompt = {"prompt": PROMPT} if path == PATHS[0] else {"messages": [{"role": "user", "content": "hi"}]}
+    prompt: dict[str, Any] = {"prompt": PROMPT, "logprobs": 1}
+    if path == PATHS[1]:
+        prompt = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     body = prompt | {"use_beam_search": True, "max_tokens": 5, "n": 2, "stream": True} | fields
     async with serve(backend) as client:
         status, error = await client.refused(path, body)
@@ -347,7 +351,8 @@ async def test_what_a_beam_search_cannot_do_is_refused(path: str, fields: dict[s
         {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1.0},
         {"stop": [], "logit_bias": {}, "seed": 4, "best_of": 2, "length_penalty": None},
         {"response_format": {"type": "text"}, "user": "me"},
-        {"bad_words": [], "allowed_token_ids": None, "repetition_detection": {}},
+        {"bad_words": [], "allowed_token_ids": None, "repetition_detection": {}, "thinking_token_budget": -1},
+        {"logprob_token_ids": []},
     ],
 )
 async def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:

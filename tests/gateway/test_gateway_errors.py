@@ -18,6 +18,7 @@ import services.gateway
 import shared.beam_params
 import shared.params
 import shared.text.bad_words
+import shared.text.reasoning_limit
 from services.gateway import completions, errors
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from tests.gateway.fakes import EOS, VOCAB, FakeBackend, error_of, ids, says, serve
@@ -96,7 +97,6 @@ CASES = [
     Case(CHATS, b"{}", "messages", ("messages is missing",)),
     *both({"foo": 1}, "foo", "foo is not a field", strict_fields=True),
     *both({"suffix": "x"}, "suffix", "suffix is not supported"),
-    *both({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     *both({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     *both({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
     # names and ids
@@ -107,6 +107,8 @@ CASES = [
     *both({"stream": None, "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     *both({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     chat({"top_logprobs": 1}, "top_logprobs", "needs logprobs"),
+    chat({"logprob_token_ids": [5]}, "logprob_token_ids", "needs logprobs to be true"),
+    completion({"logprob_token_ids": [5]}, "logprob_token_ids", "needs logprobs to be a number"),
     completion({"best_of": 3, "n": 2}, "best_of", "n, which is 2", "got 3"),
     chat({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
     # ranges
@@ -127,6 +129,11 @@ CASES = [
     completion({"logprobs": 3}, "logprobs", "at most 2 (--max-logprobs)", "got 3", max_logprobs=2),
     chat({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "at most 2", "got 3", max_logprobs=2),
     *both({"priority": 2**63}, "priority", "2**63", str(2**63)),
+    *both({"thinking_token_budget": -2}, "thinking_token_budget", "between -1 and", "got -2"),
+    *both({"thinking_token_budget": 5}, "thinking_token_budget", "not supported here", "--reasoning-parser"),
+    *both(
+        {"thinking_token_budget": 5}, "thinking_token_budget", "parser granite", "one token", reasoning_parser="granite"
+    ),
     *both({"stream_interval": 0}, "stream_interval", "at least 1", "got 0"),
     *both({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-1 or between 1 and", "256", "got -2"),
     *both({"truncate_prompt_tokens": 9, "max_tokens": 250}, "truncate_prompt_tokens", "between 1 and 6", "got 9"),
@@ -270,6 +277,7 @@ CASES = [
     response({"max_tool_calls": 1.5}, "max_tool_calls", "whole number", "1.5"),
     response({"include": ["x"]}, "include", "'x'", "not supported"),
     response({"top_logprobs": 2}, "top_logprobs", "needs include", "message.output_text.logprobs"),
+    response({"logprob_token_ids": [5]}, "logprob_token_ids", "needs include", "message.output_text.logprobs"),
     response({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be between", "got -1"),
     response({"max_output_tokens": 256}, "max_output_tokens", "256", "max_output_tokens is 256"),
     response({"min_tokens": 300}, "min_tokens", "must be at most max_output_tokens", "got 300"),
@@ -321,7 +329,7 @@ CASES = [
     Case(DETOKENIZE, json.dumps({"tokens": ids("one") * 400}).encode(), "tokens", ("at most 1000 bytes", "have 1")),
 ]  # fmt: skip
 
-CHECKING = (shared.beam_params, shared.params, shared.text.bad_words)
+CHECKING = (shared.beam_params, shared.params, shared.text.bad_words, shared.text.reasoning_limit)
 """Modules outside the gateway that check requests."""
 
 UNREACHABLE = {

@@ -430,6 +430,21 @@ async def test_allowed_tokens_and_bad_words_reach_the_engine(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
+    ("ids", "param", "words"),
+    [
+        ([VOCAB], "logprob_token_ids", f"from 0 to {VOCAB - 1}"),
+        ([3, -1], "logprob_token_ids", f"from 0 to {VOCAB - 1}"),
+        ([3] * 129, "logprob_token_ids", "at most 128 token ids, got 129"),
+        (["3"], "logprob_token_ids[0]", ""),
+    ],
+)
+async def test_named_tokens_are_few_and_of_the_vocabulary(path: str, ids: list[Any], param: str, words: str) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, logprobs=path == PATHS[1] or 0, logprob_token_ids=ids), param, words)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),

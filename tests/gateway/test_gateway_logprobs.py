@@ -99,6 +99,48 @@ async def test_a_chats_entries() -> None:
         assert content == await streamed_chat(client, logprobs=True, top_logprobs=2)
 
 
+async def test_named_tokens_are_the_alternatives() -> None:
+    """They come in the request's order, once each, whatever number of likely ones is asked for besides."""
+    backend = FakeBackend(says("one é"))
+    named = [300, 7, 300, ids("one")[0]]
+    listed = list(dict.fromkeys(named))
+    async with serve(backend) as client:
+        for count in (0, 2):
+            fields: dict[str, Any] = {"logprob_token_ids": named, "return_tokens_as_token_ids": True}
+            scores: dict[str, Any] = {"logprobs": True, "top_logprobs": count} | fields
+            content = (await client.chat(**scores))["choices"][0]["logprobs"]["content"]
+            assert content == await streamed_chat(client, **scores)
+            expected = [(f"token_id:{id}", -id / 1000) for id in listed]
+            assert all(
+                [(one["token"], one["logprob"]) for one in place["top_logprobs"]] == expected for place in content
+            )
+            assert [place["token"] for place in content] == [f"token_id:{id}" for id in [*ids("one é"), EOS]]
+            whole = await client.complete(prompt="x", logprobs=count, **fields)
+            logprobs = whole["choices"][0]["logprobs"]
+            assert logprobs == await streamed_completion(client, prompt="x", logprobs=count, **fields)
+            for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+                assert top == dict(expected) | {token: -int(token.removeprefix("token_id:")) / 1000}
+        answer = await client.respond(
+            include=["message.output_text.logprobs"], top_logprobs=count, logprob_token_ids=named
+        )
+        shown = answer["output"][0]["content"][0]["logprobs"]
+        assert [[one["logprob"] for one in place["top_logprobs"]] for place in shown] == [
+            [-id / 1000 for id in listed]
+        ] * len(shown)
+    assert {tuple(request.sampling.logprob_token_ids) for request in backend.requests} == {tuple(listed)}
+    assert {request.sampling.logprobs for request in backend.requests} == {0}
+
+
+async def test_an_echo_has_the_likeliest_tokens_of_the_prompt() -> None:
+    async with serve(FakeBackend(says("one"))) as client:
+        fields: dict[str, Any] = {"prompt": [20, 21], "echo": True, "logprobs": 2, "logprob_token_ids": [7]}
+        fields["return_tokens_as_token_ids"] = True
+        tops = (await client.complete(**fields))["choices"][0]["logprobs"]["top_logprobs"]
+    assert [sorted(top or ()) for top in tops] == [
+        [], ["token_id:21", "token_id:22"], *(sorted(["token_id:7", f"token_id:{id}"]) for id in [*ids("one"), EOS])
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 async def test_a_completions_entries(count: int) -> None:
     """LGP-12."""
@@ -294,6 +336,15 @@ async def test_log_probabilities_of_one_answer_have_a_limit(
                     assert error["param"] == field
                     assert "4620" in error["message"]
                     assert "4200" in error["message"]
+
+
+async def test_named_tokens_count_to_that_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 10 * 20 * 31)
+    fields: dict[str, Any] = {"prompt": "hi", "max_tokens": 20, "logprobs": 0, "logprob_token_ids": list(range(30))}
+    async with serve() as client:
+        await client.complete(n=10, **fields)
+        status, error = await client.refused("/v1/completions", fields | {"n": 11})
+    assert (status, error["param"]) == (400, "logprob_token_ids")
 
 
 @pytest.mark.parametrize(("interval", "status"), [(1, 200), (10, 200), (11, 400), (10**9, 400)])

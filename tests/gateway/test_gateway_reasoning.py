@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from shared.protocol import ReasoningLimit
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.fakes import TOKENIZER, FakeBackend, says, serve
 from tests.gateway.test_gateway_tools import HERMES, TIME, TOOLS, calls_of, joined, scripted
 from tests.text.tool_outputs import WRITERS
-from tests.text.vocabulary import CHATML
+from tests.text.vocabulary import CHATML, make_backend
 
 THINKING = CHATML + "{% if false %}</think>{% endif %}"
 OPENS = CHATML + "{% if add_generation_prompt and enable_thinking is not false %}<think>\n{% endif %}"
@@ -123,6 +125,69 @@ async def test_reasoning_then_a_call() -> None:
         assert (message["content"] or "", message["reasoning"], calls_of(message)) == ("", "Well.", [TIME])
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
+
+
+def thinking_tokenizer() -> Tokenizer:
+    """Return a tokenizer in which the marks of reasoning are tokens, as in most models."""
+    backend = make_backend()
+    backend.add_tokens(["<think>", "</think>"])
+    return Tokenizer(backend, special=TOKENIZER.special, eos_token_ids=TOKENIZER.eos_token_ids)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_a_budget_reaches_the_engine(path: str) -> None:
+    backend, tokenizer = FakeBackend(), thinking_tokenizer()
+    prompt: Any = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
+    name = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    async with serve(backend, template=THINKING, tokenizer=tokenizer) as client:
+        for budget in (5, 0, -1, None):
+            body = {name: prompt[name], "thinking_token_budget": budget}
+            async with client.post(path, json=body) as response:
+                assert response.status == 200, await response.text()
+    begin, end = TOKENIZER.vocab_size, TOKENIZER.vocab_size + 1
+    assert tokenizer.decode([begin, end]) == "<think></think>"
+    limits = [request.sampling.reasoning_limit for request in backend.requests]
+    assert limits == [ReasoningLimit(5, [begin], [end]), ReasoningLimit(0, [begin], [end]), None, None]
+
+
+async def test_a_budget_counts_from_the_output_on_if_the_prompt_has_begun_to_think() -> None:
+    backend = FakeBackend()
+    async with serve(backend, template=OPENS, tokenizer=thinking_tokenizer()) as client:
+        await client.chat(thinking_token_budget=5)
+        await client.chat(thinking_token_budget=5, chat_template_kwargs={"enable_thinking": False})
+        for prompt in ("<think>one two", "</think><think>", "<think>one</think> two", "one"):
+            await client.complete(prompt=prompt, thinking_token_budget=5)
+    limits = [request.sampling.reasoning_limit for request in backend.requests]
+    assert [limit is not None and limit.is_open for limit in limits] == [True, False, True, True, False, False]
+
+
+async def test_a_budget_needs_a_model_whose_reasoning_has_known_tokens() -> None:
+    """It would be ignored otherwise."""
+    fields = {"messages": [{"role": "user", "content": "hi"}], "thinking_token_budget": 5}
+    with_tokens = {"tokenizer": thinking_tokenizer()}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"template": CHATML} | with_tokens, "no parser of reasoning"),
+        ({"template": THINKING, "reasoning_parser": "none"} | with_tokens, "no parser of reasoning"),
+        ({"template": THINKING}, "parser qwen3"),
+        ({"template": THINKING, "reasoning_parser": "granite"} | with_tokens, "parser granite"),
+        ({"template": THINKING, "reasoning_parser": "openai_gptoss"} | with_tokens, "parser openai_gptoss"),
+    ]
+    for settings, words in cases:
+        async with serve(**settings) as client:
+            status, error = await client.refused("/v1/chat/completions", fields)
+            await client.chat(thinking_token_budget=-1)
+        assert (status, error["param"]) == (400, "thinking_token_budget")
+        assert words in error["message"]
+
+
+async def test_a_marker_that_may_end_reasoning_too_is_one_of_its_ends() -> None:
+    backend, tokenizer = FakeBackend(), thinking_tokenizer()
+    tokenizer.backend.add_tokens(["<|tool_calls_section_begin|>"])
+    async with serve(backend, template=THINKING, tokenizer=tokenizer, reasoning_parser="kimi_k2") as client:
+        await client.chat(thinking_token_budget=5)
+    limit = backend.requests[0].sampling.reasoning_limit
+    assert limit is not None
+    assert [tokenizer.decode([end]) for end in limit.ends] == ["</think>", "<|tool_calls_section_begin|>"]
 
 
 async def test_completions_are_not_taken_apart() -> None:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from services.gateway.api_requests import ResponsesRequest, decode
 from services.gateway.responses_input import Chat
 from shared.errors import EngineFailure, InvalidRequest
-from tests.gateway.fakes import MODEL, TOKENIZER, Client, FakeBackend, ids, says, serve
+from tests.gateway.fakes import MODEL, TOKENIZER, Client, FakeBackend, error_of, ids, says, serve
 from tests.gateway.test_gateway_reasoning import OUTPUT, THINKING
 from tests.gateway.test_gateway_tools import HERMES, PARAMETERS, TIME, WEATHER, scripted
 from tests.text.tool_outputs import WRITERS
@@ -406,3 +406,16 @@ async def test_the_reasoning_of_a_stream_is_cut_off_with_it() -> None:
         answer = await respond(client, max_output_tokens=10)
     (item,) = answer["output"]
     assert (item["type"], item["status"], answer["status"]) == ("reasoning", "incomplete", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("method", "rest"), [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")]
+)
+async def test_a_response_cannot_be_asked_for_later(method: str, rest: str) -> None:
+    async with serve() as client:
+        id = (await respond(client, store=True))["id"]
+        async with client.request(method, f"/v1/responses/{id}{rest}") as response:
+            error = await error_of(response)
+        status, refused = await client.refused("/v1/responses", {"input": "hi", "previous_response_id": id})
+    assert (response.status, error["type"], error["param"]) == (404, "NotFoundError", None)
+    assert (status, refused["param"]) == (400, "previous_response_id")

@@ -190,6 +190,32 @@ def test_logprobs_name_the_token_and_its_rivals(llm: LLM) -> None:
     assert (plain.logprobs, plain.cumulative_logprob) == (None, None)
 
 
+def test_named_tokens_are_scored_in_place_of_the_likeliest(llm: LLM) -> None:
+    """Their log-probabilities are those that all tokens' lists would have."""
+    named = [7, 300, 5]
+    fields: dict[str, Any] = {"temperature": 0.7, "max_tokens": 6, "seed": 1, "n": 2}
+    params = [
+        SamplingParams(logprob_token_ids=named, logprobs=3, **fields),
+        SamplingParams(logprobs=20, **fields),
+        SamplingParams(logprob_token_ids=named, flat_logprobs=True, **fields),
+    ]
+    scored, likeliest, flat = llm.generate(["Hello, my name is"] * 3, params, use_tqdm=False)
+    for completion, rivals, other in zip(scored.outputs, likeliest.outputs, flat.outputs, strict=True):
+        assert completion.logprobs is not None
+        assert rivals.logprobs is not None
+        assert completion.token_ids == rivals.token_ids
+        assert completion.logprobs == list(other.logprobs or ())
+        assert completion.cumulative_logprob == rivals.cumulative_logprob
+        for token, entry, listed in zip(completion.token_ids, completion.logprobs, rivals.logprobs, strict=True):
+            assert list(entry) == list(dict.fromkeys([token, *named]))
+            assert entry[token] == listed[token]
+            for id in set(named) - {token}:
+                assert entry[id].rank is None
+                assert entry[id].decoded_token == llm.tokenizer.token_text(id)
+                if id in listed:
+                    assert entry[id].logprob == pytest.approx(listed[id].logprob, abs=1e-5)
+
+
 def test_prompt_logprobs_score_the_prompt(llm: LLM, folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)

@@ -16,7 +16,7 @@ from services.scheduler.config import (
 from services.scheduler.engine import Engine
 from shared.config import load
 from shared.errors import ConfigError
-from shared.protocol import Refusal, Refused, Sampling, pack_token_set
+from shared.protocol import ReasoningLimit, Refusal, Refused, Sampling, pack_token_set
 from tests.scheduler.examples import MODEL, REGISTER, submit
 
 
@@ -147,6 +147,11 @@ def test_every_setting_reaches_the_core() -> None:
         ([5], Sampling(5, 0, allowed_tokens=pack_token_set([0, 100])), "the model has no token 100"),
         ([5], Sampling(5, 0, allowed_tokens=b"\0\0"), "no token is allowed"),
         ([5], Sampling(5, 0, bad_words=[[1], [1, 100]]), "the model has no token 100"),
+        ([5], Sampling(5, 0, logprob_token_ids=[0, 99]), ""),
+        ([5], Sampling(5, 0, logprob_token_ids=[0, 100]), "the model has no token 100"),
+        ([5], Sampling(5, 0, reasoning_limit=ReasoningLimit(5, [99], [98, 97])), ""),
+        ([5], Sampling(5, 0, reasoning_limit=ReasoningLimit(5, [99], [100])), "the model has no token 100"),
+        ([5], Sampling(5, 0, reasoning_limit=ReasoningLimit(5, [100], [99])), "the model has no token 100"),
         ([5], Sampling(5, 0, logprobs=65), "at most 64 log-probabilities are reported for a token"),
         ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],

@@ -41,6 +41,7 @@ def to_sampling(params: SamplingParams, *, prompt_len: int = 10, max_model_len: 
         ("truncate_prompt_tokens", [0, -2]),
         ("stream_interval", [0, -1]),
         ("best_of", [2, 0]),
+        ("thinking_token_budget", [-2, 2**31]),
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> None:
@@ -56,7 +57,7 @@ NO_NUMBER: list[Any] = [
 ]  # fmt: skip
 WHOLE = (
     "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
-    "truncate_prompt_tokens", "stream_interval",
+    "truncate_prompt_tokens", "stream_interval", "thinking_token_budget",
 )  # fmt: skip
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize", "flat_logprobs")
 REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -72,6 +73,7 @@ REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"
         ("stop", [5, ["a", 5], [None], b"a", {"a": 1}.__iter__(), np.array("a")]),
         ("stop_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [None], range(1025)]),
         ("allowed_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [1, None], range(262_145)]),
+        ("logprob_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [None], range(129)]),
         ("bad_words", ["a", b"a", 5, [5], ["a", None], {"a": 1}.__iter__()]),
         ("logit_bias", [5, [1], {1: "x"}, {1: None}, {1: True}, {1.5: 1}, {None: 1}, {True: 1},
                         dict.fromkeys(range(16_385), 1)]),
@@ -236,6 +238,15 @@ def test_the_unseeded_get_seeds_of_their_own(seed: int | None) -> None:
 )
 def test_the_larger_of_both_names_counts(logprobs: int | None, top_logprobs: int | None, wire: int) -> None:
     assert to_sampling(SamplingParams(logprobs=logprobs, top_logprobs=top_logprobs)).logprobs == wire
+
+
+def test_named_tokens_stand_in_place_of_the_likeliest() -> None:
+    for fields in ({}, {"logprobs": 5}, {"top_logprobs": 0}):
+        sampling = to_sampling(SamplingParams(logprob_token_ids=np.array([7, 3, 7]), **fields))
+        assert (sampling.logprobs, sampling.logprob_token_ids, sampling.num_alternatives) == (0, [7, 3], 2)
+    sampling = to_sampling(SamplingParams(logprobs=5, logprob_token_ids=[]))
+    assert (sampling.logprobs, sampling.logprob_token_ids, sampling.num_alternatives) == (5, [], 5)
+    assert to_sampling(SamplingParams()).num_alternatives == -1
 
 
 def test_the_rest_of_the_context_is_the_limit_if_none_is_given() -> None:

@@ -26,6 +26,7 @@ from shared.protocol import (
     ProcessStats,
     Progress,
     ProgressRow,
+    ReasoningLimit,
     Refusal,
     Refused,
     Register,
@@ -71,6 +72,8 @@ SAMPLING = Sampling(
     grammar="start: A",
     allowed_tokens=pack_token_set([1, 9]),
     bad_words=[[3], [4, 5]],
+    reasoning_limit=ReasoningLimit(20, [6], [7, 8], is_open=True),
+    logprob_token_ids=[11, 10],
 )
 LOGPROBS = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])

@@ -352,8 +352,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     tokens = torch.tensor(table.draw(logits, [0, 1, 2]))
     assert tokens.tolist() == [4, 1, 1]
     buffer = StepBuffer(CPU)
-    staged = stage_logprobs(SamplingBatch(np.arange(3), np.ones(3, int), np.arange(3)), table.states, buffer)
-    assert staged is not None
+    (staged,) = stage_logprobs(SamplingBatch(np.arange(3), np.ones(3, int), np.arange(3)), table.states, buffer)
     buffer.send()
     rows = sampled_logprobs(logits, tokens, staged, OPS)
     entries = dict(rows.entries(rows.columns))
@@ -364,3 +363,28 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert (first.rank, first.top_ids) == (5, [1, 2])
     assert first.top_logprobs == pytest.approx([expected[1], expected[2]], abs=1e-5)
     assert (last.rank, last.top_ids, last.top_logprobs) == (1, [], [])
+
+
+def test_named_tokens_are_scored_where_others_have_the_likeliest() -> None:
+    """In one step, in rows of different lengths."""
+    table = Table(6)
+    named = {0: [3, 5], 1: [], 2: [0], 3: []}
+    for slot, ids in named.items():
+        table.enter(slot, temperature=0.0, logprobs=2 if slot == 1 else 0 if ids else -1, logprob_token_ids=ids)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, -1.0, -torch.inf]] * 2 + [[-60.0, 40.0, 40.0, 1e-3, 30.0, 0.0]] * 2)
+    tokens = torch.tensor(table.draw(logits, [0, 1, 2, 3]))
+    buffer = StepBuffer(CPU)
+    groups = stage_logprobs(SamplingBatch(np.arange(4), np.ones(4, int), np.arange(4)), table.states, buffer)
+    buffer.send()
+    entries = {
+        slot: entry
+        for group in groups
+        for rows in [sampled_logprobs(logits, tokens, group, OPS)]
+        for slot, entry in rows.entries(rows.columns)
+    }
+    assert {slot: entry.top_ids for slot, entry in entries.items()} == {0: [3, 5], 1: [1, 2], 2: [0]}
+    expected = torch.log_softmax(logits.double(), -1)
+    assert entries[0].top_logprobs == pytest.approx([expected[0, 3].item(), -9999.0], abs=1e-5)
+    assert entries[2].top_logprobs == pytest.approx([expected[2, 0].item()], abs=1e-5)
+    assert [entry.rank for entry in entries.values()] == [1, 1, 1]
+    assert entries[0].logprob == pytest.approx(expected[0, 1].item(), abs=1e-5)

@@ -8,7 +8,16 @@ import pytest
 
 from services.worker.token_masks import Masks, TokenMasks
 from shared.errors import ModelError
-from shared.protocol import Epoch, Fork, NewSequence, Sampling, StepPlan, pack_token_set, pack_tokens
+from shared.protocol import (
+    Epoch,
+    Fork,
+    NewSequence,
+    ReasoningLimit,
+    Sampling,
+    StepPlan,
+    pack_token_set,
+    pack_tokens,
+)
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text.grammars import GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
@@ -42,8 +51,20 @@ def regex(expression: str) -> str:
     return grammar_text(StructuredOutputsParams(regex=expression))
 
 
+def thinking(max_tokens: int, *, is_open: bool = False) -> ReasoningLimit:
+    """Return a limit of reasoning, which is between "(" and ")", or "]"."""
+    begin, end, other = (TOKENIZER.encode(one)[0] for one in "()]")
+    return ReasoningLimit(max_tokens, [begin], [end, other], is_open)
+
+
 def enter(
-    running: TokenMasks, slot: int, expression: str = "", output: str = "", allowed: str = "", bad: Sequence[str] = ()
+    running: TokenMasks,
+    slot: int,
+    expression: str = "",
+    output: str = "",
+    allowed: str = "",
+    bad: Sequence[str] = (),
+    reasoning: ReasoningLimit | None = None,
 ) -> None:
     """Let a sequence enter a slot: `allowed` are its allowed tokens, "." for the end, and `bad` its bad words."""
     prompt = [5, 6, 7]
@@ -54,6 +75,7 @@ def enter(
         grammar=regex(expression) if expression else "",
         allowed_tokens=pack_token_set([EOS if one == "." else TOKENIZER.encode(one)[0] for one in allowed]),
         bad_words=[TOKENIZER.encode(word) for word in bad],
+        reasoning_limit=reasoning,
     )
     tokens = pack_tokens(prompt + TOKENIZER.encode(output))
     running.update(plan(new_sequences=[NewSequence(slot, tokens, len(prompt), [], sampling, 0)]))
@@ -306,3 +328,67 @@ def test_what_depends_on_no_token_waits_for_none(running: TokenMasks) -> None:
     running.expect([0], other)
     assert missing(running, 1) == "y"
     assert other.reads == 0
+
+
+def follow(running: TokenMasks, slot: int, text: str) -> str:
+    """Let an output go on by single tokens. Return "!" for each before which only the end of reasoning could come, and
+    for the one behind them, and "-" for others.
+    """
+    marks = ""
+    for token in [*text, ""]:
+        marks += "!" if allowed(running, slot) == ")" else "-"
+        if token:
+            running.expect([slot], Step(token))
+    return marks
+
+
+def test_reasoning_that_reaches_its_limit_can_only_end(running: TokenMasks) -> None:
+    enter(running, 0, reasoning=thinking(2))
+    assert follow(running, 0, "xx(xy)yyy") == "-----!----"
+    enter(running, 1, reasoning=thinking(2, is_open=True))
+    assert follow(running, 1, "xy)yyy") == "--!----"
+    enter(running, 2, reasoning=thinking(0, is_open=True))
+    assert follow(running, 2, ")y()y") == "!--!--"
+
+
+def test_reasoning_may_end_before_its_limit_and_each_has_its_own(running: TokenMasks) -> None:
+    enter(running, 0, reasoning=thinking(2))
+    assert follow(running, 0, "(x)x(x]x(xx") == "-----------!"
+
+
+def test_reasoning_is_counted_on_after_a_preemption_and_in_children(running: TokenMasks) -> None:
+    enter(running, 0, reasoning=thinking(3), output="x(xy")
+    assert follow(running, 0, "z") == "-!"
+    running.update(plan(forks=[Fork(0, [(1, 1)])]))
+    running.expect([0, 1], Step(")", "y"))
+    assert allowed(running, 0) != ")"
+    assert allowed(running, 1) == ")", "until it comes"
+    running.update(plan(released_slots=[0]))
+    enter(running, 0, reasoning=thinking(1, is_open=True), output="x")
+    assert allowed(running, 0) == ")"
+
+
+def test_the_end_of_reasoning_comes_though_other_tokens_are_asked_for(running: TokenMasks) -> None:
+    """Bad words and allowed tokens are about the answer, and min_tokens about its end."""
+    enter(running, 0, allowed="xy", bad=[")"], reasoning=thinking(1, is_open=True))
+    assert follow(running, 0, "x)") == "-!-"
+    assert allowed(running, 0) == "xy"
+    end = ReasoningLimit(0, [5], [A], is_open=True)
+    enter(running, 1, reasoning=end)
+    assert allowed(running, 1, required=3) == "a"
+
+
+def test_a_grammar_is_followed_though_reasoning_is_too_long(running: TokenMasks) -> None:
+    """A chat's grammar lets reasoning end anywhere. Another one has no reasoning in it."""
+    enter(running, 0, "x*[)]yy", reasoning=thinking(2, is_open=True))
+    assert follow(running, 0, "xx)yy") == "--!---"
+    enter(running, 1, "xx", reasoning=thinking(0, is_open=True))
+    assert allowed(running, 1) == "x"
+
+
+def test_a_limit_waits_for_each_token(running: TokenMasks) -> None:
+    enter(running, 0, reasoning=thinking(5))
+    step = Step("(")
+    running.expect([0], step)
+    assert masks(running, 0).errors == {}
+    assert step.reads == 1

@@ -106,7 +106,10 @@ def _unknown_token(tokens: "array[int]", sampling: Sampling, vocab_size: int) ->
     """Return a token id of the request that is not in the vocabulary, or None if all are."""
     highest_allowed = max(int.from_bytes(sampling.allowed_tokens, "little").bit_length() - 1, 0)
     biased = [token for token, _ in sampling.logit_bias]
-    for ids in (tokens, sampling.stop_token_ids, biased, [highest_allowed], *sampling.bad_words):
+    limit = sampling.reasoning_limit
+    markers = [] if limit is None else limit.begins + limit.ends
+    scored = sampling.logprob_token_ids
+    for ids in (tokens, sampling.stop_token_ids, biased, [highest_allowed], markers, scored, *sampling.bad_words):
         for extreme in (min(ids, default=0), max(ids, default=0)):  # much faster than checking each id
             if not 0 <= extreme < vocab_size:
                 return extreme
