@@ -30,7 +30,8 @@ help:
 	@echo "              MODEL=folder, .gguf file or name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make test-fast  the tests that need neither a service nor a model: under a minute on two cores"
-	@echo "make test-all   make test, many more requests made up from /openapi.json, emulated kernels, and then make chaos"
+	@echo "make test-all   make test, many more requests made up from /openapi.json, emulated kernels, four ranks killed in turn,"
+	@echo "              and then make chaos"
 	@echo "make test-clients  install clients of other projects in $(CLIENTS), and let them talk to servers; ARGS='-k langchain'"
 	@echo "make chaos    the whole matrix of faults with real processes, and write benchmarks/results/chaos.md anew; SEED=0"
 	@echo "make lint     linters, types and import rules, without tests"
@@ -88,6 +89,7 @@ test-all:
 	$(MAKE) test
 	QUIRE_TEST_EXAMPLES=500 $(BIN)/python -m pytest tests/system/test_http_openapi.py
 	QUIRE_TEST_EMULATED=1 $(BIN)/python -m pytest tests/kernels/test_kernel_instruction_sets.py
+	QUIRE_TEST_RANKS=1 $(BIN)/python -m pytest tests/quire/test_quire_serve_ranks.py -k four
 	$(MAKE) chaos
 
 test-clients: install $(CLIENT_VENVS:=/.installed) $(NODE)

@@ -9,6 +9,10 @@ a load can hardly be faster than. The files are in the page cache (a first read 
 CPU seconds are those of all threads; they hold where others use the machine. Peak and kept are the process's memory at
 its highest (VmHWM) and after loading (VmRSS), when no model's file is mapped any more. Both count the libraries, which
 take what the last line says.
+
+    python -m benchmarks.load FOLDER --one --flags load_format=dummy,tensor_parallel_size=2,rank=1
+
+`--one` loads once, in this process, and prints the figures as JSON. That suits a rank, and weights made up.
 """
 
 import argparse
@@ -20,6 +24,8 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from services.worker import start
 from services.worker.config import WorkerConfig
@@ -38,10 +44,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--flags", nargs="*", default=["quantization=auto"], help="settings of a worker, for each load")
     parser.add_argument("--cold", action="store_true", help="evict the files before each turn")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in this process
+    parser.add_argument("--one", action="store_true", help="load once in this process, and print JSON")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(load(options.model, dict(flag.split("=") for flag in options.flags))))
+        settings = (setting for flags in options.flags for setting in flags.split(","))
+        print(json.dumps(load(options.model, dict(setting.split("=") for setting in settings))))
         return
     files = weight_files(Path(options.model))
     read(files)
@@ -88,14 +95,14 @@ def evict_all(files: list[Path]) -> None:
 
 def in_process(model: str, flags: str) -> Turn:
     """Load in a new process, and return what it measured."""
-    command = [sys.executable, "-m", "benchmarks.load", model, "--one", "--flags", *flags.split(",")]
+    command = [sys.executable, "-m", "benchmarks.load", model, "--one", "--flags", flags]
     turn: Turn = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return turn
 
 
 def load(model: str, settings: Mapping[str, str]) -> Turn:
     """Load as a worker does, up to the weights. Return seconds and bytes."""
-    config = WorkerConfig(model=model, device="cpu", **settings)
+    config = msgspec.convert({"model": model, "device": "cpu", **settings}, WorkerConfig, strict=False)
     device = start.tune_process(config)
     folder, ops = locate(config.model, config.revision, config.download_dir), start.choose_ops(device, config)
     before, began, used = memory("VmRSS"), time.perf_counter(), time.process_time()

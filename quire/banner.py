@@ -13,16 +13,21 @@ from shared.text.template import ChatTemplate
 QUESTION = "What is the capital of Japan?"
 
 
-def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
-    """Return the text for a server that became ready after `seconds`. `folder` has the chat template."""
+def banner(config: GatewayConfig, folder: Path, seconds: float, num_engines: int = 1, num_ranks: int = 1) -> str:
+    """Return the text for a server that became ready after `seconds`. `folder` has the chat template.
+
+    It has `num_engines`, of `num_ranks` each.
+    """
     command = curl_command(config, _url(config), has_chat_template(config, folder))
-    return f"{summary(config, seconds)}. Try:\n\n  {command}\n\nCtrl-C stops it.\n"
+    return f"{summary(config, seconds, num_engines, num_ranks)}. Try:\n\n  {command}\n\nCtrl-C stops it.\n"
 
 
-def summary(config: GatewayConfig, seconds: float) -> str:
+def summary(config: GatewayConfig, seconds: float, num_engines: int = 1, num_ranks: int = 1) -> str:
     """Return the banner's first sentence."""
     address = f"the socket {config.uds}" if config.uds else _url(config)
-    return f"Quire serves {model_name(config)} at {address} (ready in {seconds:.1f} s)"
+    counts = {"engines": num_engines, "ranks": num_ranks}
+    sizes = " of ".join(f"{count} {name}" for name, count in counts.items() if count > 1)
+    return f"Quire serves {model_name(config)} at {address} (ready in {seconds:.1f} s{sizes and f', {sizes}'})"
 
 
 def model_name(config: GatewayConfig) -> str:

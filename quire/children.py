@@ -57,7 +57,7 @@ class Child:
         return f"<{self.name} pid={pid} to_run={self.to_run}>"
 
     async def keep_running(self) -> None:
-        """Run the process, and start it again whenever it ends, until `stop` or `kill`. Raise `StartFailed`."""
+        """Run the process, and start it again whenever it ends, until told otherwise. Raise `StartFailed`."""
         clock, deaths = asyncio.get_running_loop().time, 0
         try:
             while self.to_run:
@@ -71,9 +71,13 @@ class Child:
         finally:
             self._ended.set()
 
+    def let_end(self) -> None:
+        """Do not start the process again when it ends."""
+        self._stop_requested.set()
+
     async def stop(self, grace: float) -> None:
         """Ask the process to end, and kill it after `grace` seconds. Return once `keep_running` has ended."""
-        self._stop_requested.set()
+        self.let_end()
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._ended.wait(), grace)
@@ -84,12 +88,12 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process and all that it started, and do not start it again."""
-        self._stop_requested.set()
+        self.let_end()
         self._signal(signal.SIGKILL)
 
     @property
     def to_run(self) -> bool:
-        """Return whether the process shall run: neither `stop` nor `kill` was called."""
+        """Return whether the process shall run: none of `let_end`, `stop` and `kill` was called."""
         return not self._stop_requested.is_set()
 
     def note_server_ready(self) -> None:

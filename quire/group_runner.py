@@ -21,11 +21,11 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from quire.instance_folder import instance_folder
-from quire.local_services import list_gpus
 from quire.rank_processes import RankProcesses
 from services.scheduler.config import WorkerCapacity
 from services.scheduler.joint_capacity import joint_capacity
 from services.worker.config import WorkerConfig
+from services.worker.gpus import gpu_variables
 from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
 from shared.errors import ConfigError, EngineFailure, ModelError
@@ -57,20 +57,21 @@ class GroupRunner:
             raise ConfigError("a process can have one LLM of several ranks at a time: close() the other one first")
         own, world_size = config.parallel.sampling_rank, config.parallel.world_size
         others = [rank for rank in range(world_size) if rank != own]
-        variables = _variables(config, len(others))
+        # The first GPU is for this process.
+        variables = gpu_variables(config.device, world_size, os.environ)[1:]
         self._own_rank = own
         self._failure = ""  # why the group is of no use
         self._answers: list[tuple[int, Any]] = []  # of other ranks, that were not asked for yet
         stack = ExitStack()
         self.close = weakref.finalize(self, stack.close)  # at the end of the interpreter too
         folder = stack.enter_context(instance_folder())
-        config = replace(config, rendezvous=str(folder), local_world_size=world_size)
+        config = replace(config, rank=own, rendezvous=str(folder), local_rank=own, local_world_size=world_size)
         self._wakes, self._waker = socket.socketpair()
         stack.enter_context(self._wakes)
         stack.enter_context(self._waker)
         self._thread = ThreadPoolExecutor(1, "rank")
         stack.callback(self._thread.shutdown)
-        started = self._thread.submit(start_runner, replace(config, rank=own, local_rank=own))
+        started = self._thread.submit(start_runner, config)
         stack.callback(_leave, self._thread, started)
         configs = [replace(config, rank=rank, local_rank=rank) for rank in others]
         self._ranks = RankProcesses(configs, variables, folder)
@@ -210,16 +211,3 @@ def _leave(thread: ThreadPoolExecutor, started: "Future[ModelRunner]") -> None:
     if started.done() and started.exception() is None:
         with suppress(RuntimeError):  # the interpreter ends, and the thread has ended
             thread.submit(started.result().close).result()
-
-
-def _variables(config: WorkerConfig, num_others: int) -> list[dict[str, str]]:
-    """Return variables for the processes of the other ranks: a GPU for each, since the first one is for this process.
-
-    Raise `ConfigError` if there are too few.
-    """
-    gpus = list_gpus(os.environ)
-    if config.device == "cpu" or not gpus:
-        return [{}] * num_others
-    if num_others >= len(gpus):
-        raise ConfigError(f"each of the {num_others + 1} ranks needs a GPU of its own, and there are {len(gpus)}")
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[1 : num_others + 1]]

@@ -7,7 +7,7 @@ supervisor reaches it alone.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +20,8 @@ from quire.settings import MAX_LOCAL, Settings, service_arguments, service_envir
 from services.gateway.config import SHARED_METRICS_VARIABLE, GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
+from services.worker.gpus import gpu_variables, list_gpus
 from shared.errors import ConfigError
-
-DRIVER = Path("/proc/driver/nvidia/gpus")
-"""NVIDIA's driver has a folder for each GPU here."""
 
 
 class LocalServices(NamedTuple):
@@ -113,13 +111,6 @@ def _sizes(settings: Settings) -> str:
     return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
 
 
-def list_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that workers may use, as CUDA_VISIBLE_DEVICES names them. Neither torch nor CUDA is needed."""
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    return [str(number) for number, _ in enumerate(DRIVER.iterdir())] if DRIVER.exists() else []
-
-
 def heartbeat_address(folder: Path) -> str:
     """Return the address at which the supervisor receives heartbeats."""
     return f"ipc://{folder}/heartbeats.sock"
@@ -162,10 +153,9 @@ def _children(
 
 
 def _worker_environments(workers: Sequence[WorkerConfig], environment: dict[str, str]) -> list[dict[str, str]]:
-    gpus = list_gpus(environment)
-    if len(workers) == 1 or workers[0].device == "cpu" or not gpus:
-        return [environment] * len(workers)
-    return [environment | {"CUDA_VISIBLE_DEVICES": gpu} for _, gpu in zip(workers, gpus, strict=False)]
+    if len(workers) == 1:
+        return [environment]
+    return [environment | own for own in gpu_variables(workers[0].device, len(workers), environment)]
 
 
 def _engine_name(base: str, number: int) -> str:

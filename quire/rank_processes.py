@@ -67,7 +67,7 @@ class RankProcesses:
             path = os.pathsep.join(filter(None, sys.path))
             environment = {**bare_environment(), "PYTHONPATH": path, **own}
             start = self._starter.submit(subprocess.Popen, argv, env=environment, stdin=subprocess.DEVNULL)
-            self._processes[config.rank] = start.result()
+            self._processes[config.parallel.rank] = start.result()
 
     @property
     def number(self) -> int:

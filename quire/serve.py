@@ -64,7 +64,7 @@ def serve(settings: Settings, began: float, notes: Sequence[str] = ()) -> int:
         supervisor = Supervisor(
             children(settings, services, sockets, ServiceLog(sys.stderr.buffer, as_json=as_json)),
             ready=lambda: all_healthy(services),
-            announce=lambda: announce(services.gateways[0], tokenizer, time.monotonic() - began),
+            announce=lambda: announce(services, tokenizer, time.monotonic() - began),
             say=say,
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.shutdown_delay + settings.gateway.drain_timeout,
@@ -73,12 +73,14 @@ def serve(settings: Settings, began: float, notes: Sequence[str] = ()) -> int:
         return asyncio.run(supervisor.run())
 
 
-def announce(config: GatewayConfig, tokenizer: Path, seconds: float) -> None:
+def announce(services: LocalServices, tokenizer: Path, seconds: float) -> None:
     """Tell the user that the server is ready after `seconds`."""
+    config, num_engines = services.gateways[0], len(services.schedulers)
+    num_ranks = len(services.workers) // num_engines
     if logs_json():
-        logger.info("%s", summary(config, seconds))
+        logger.info("%s", summary(config, seconds, num_engines, num_ranks))
     else:
-        print(banner(config, tokenizer, seconds), flush=True)
+        print(banner(config, tokenizer, seconds, num_engines, num_ranks), flush=True)
 
 
 def say(line: str) -> None:

@@ -126,6 +126,8 @@ class Supervisor:
         for _, group in groupby(self.children, key=lambda child: child.role):
             await asyncio.gather(*(child.stop(grace) for child in group))
             grace = QUICK_STOP
+            for child in self.children:  # all requests have ended, and a rank in a step ends with its scheduler
+                child.let_end()
         return 0
 
 

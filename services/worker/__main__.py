@@ -1,10 +1,11 @@
-"""`python -m services.worker`: one worker rank as a process."""
+"""`python -m services.worker`: a worker as a process, or all ranks of a group as one process each."""
 
 import os
 import sys
 from collections.abc import Sequence
 
 from services.worker.config import WorkerConfig
+from services.worker.local_ranks import run_ranks
 from services.worker.service import serve
 from shared.config import load
 from shared.curve import load_connection_keys
@@ -18,16 +19,20 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
-        configure_logging("worker", config.log_level, config.log_format)
+        in_group = config.parallel.world_size > 1
+        name = f"worker rank {config.rank}" if in_group and config.rank is not None else "worker"
+        configure_logging(name, config.log_level, config.log_format)
         end_with_supervisor(config.supervisor)
         keys = load_connection_keys(config.zmq_keys, "worker")  # before seconds are spent on a model
         check_exposure(config.scheduler, protected=config.insecure or keys is not None)
+        if in_group and config.rank is None:
+            return run_ranks(config, argv)
         from services.worker.cpu_tuning import pin_threads  # these import torch, which takes seconds
         from services.worker.start import start_runner
 
         runner = start_runner(config)
         status = serve(config, runner, keys, on_configured=pin_threads if runner.device.type == "cpu" else None)
-        if config.parallel.world_size > 1:
+        if in_group:
             os._exit(status)  # at a usual exit, torch might wait for ranks that are gone
         return status
     except QuireError as error:

@@ -134,8 +134,12 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         int, Meta(ge=1, le=64, description="Stages, which have consecutive layers of the model each.")
     ] = 1
     rank: Annotated[
-        int, Meta(ge=0, description="Number of this worker among the ranks that compute the model together.")
-    ] = 0
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Number of this worker among the ranks that compute the model together; unset: it starts all "
+            "of them on this machine."
+        ),
+    ] = None
     rendezvous: Annotated[
         str,
         Meta(
@@ -166,13 +170,15 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"--max-cpu-loras {self.max_cpu_loras} is less than --max-loras {self.max_loras}")
-        if self.rank >= self.parallel.world_size:
+        if self.rank is None and self.rendezvous:
+            raise ConfigError(f"--rendezvous {self.rendezvous}: --rank must say which rank this is")
+        if self.rank is not None and self.rank >= self.parallel.world_size:
             raise ConfigError(f"--rank {self.rank}: there are {self.parallel.world_size} ranks, the first is 0")
 
     @property
     def parallel(self) -> ParallelConfig:
-        """This rank's place among those that compute the model together."""
-        return ParallelConfig(self.rank, self.tensor_parallel_size, self.pipeline_parallel_size)
+        """This rank's place among those that compute the model together; that of the first if none is set."""
+        return ParallelConfig(self.rank or 0, self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def num_host_adapters(self) -> int:

@@ -10,6 +10,7 @@ the others had nothing to add. The epoch is the key of the meeting, so no rank m
 """
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from services.worker.parallel_config import ParallelConfig, parse_rendezvous
 
 LOOPBACK = "lo"
+
+_TASKS = Path("/proc/self/task")
+_GLOO_LOOP = "gloo_tcp_loop"
+"""The name of Gloo's threads that receive, as Linux has it."""
 
 
 class RankGroup:
@@ -67,6 +72,7 @@ class RankGroup:
             group = dist.new_group(range(stage * tp, (stage + 1) * tp), timeout=self._timeout)
             if stage == self.parallel.pp_rank:
                 self._stage_group = group
+        _let_senders_finish()
         self._connected = True
 
     def close(self) -> None:
@@ -127,3 +133,18 @@ class RankGroup:
             is_host = self.parallel.rank == 0
             self._tcp_store = TCPStore(*place, is_master=is_host, timeout=self._timeout)
         return self._tcp_store
+
+
+def _let_senders_finish() -> None:
+    """Keep Gloo's receiving threads from interrupting those that send.
+
+    A sender holds the lock of its connection, and the thread that receives does not wait for that: it asks again and
+    again. If its waking interrupts the sender on the same CPU, it does so for its whole time slice. A thread of the
+    class SCHED_BATCH interrupts nobody.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for task in _TASKS.iterdir():
+        with suppress(OSError):  # the thread has just ended, or its class is the user's choice
+            if (task / "comm").read_text().strip() == _GLOO_LOOP:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

@@ -85,18 +85,11 @@ def test_the_engines_differ_in_names_alone() -> None:
     assert second["profiles"] == service("worker-2")["profiles"] == ["two-engines"]
 
 
-def test_the_ranks_differ_in_their_numbers_alone() -> None:
-    first, second = service("worker"), service("worker-rank-1")
-    assert {key for key in second if first.get(key) != second[key]} == {"command", "profiles"}
-    assert second["profiles"] == ["two-ranks"]
-    variables = {"QUIRE_TENSOR_PARALLEL_SIZE": "2"}
-    ranks = [load(WorkerConfig, one["command"], variables, prog="worker") for one in (first, second)]
-    assert [one.rank for one in ranks] == [0, 1]
-    assert msgspec.structs.replace(ranks[1], rank=0) == ranks[0]
-    host, _, port = ranks[0].rendezvous.partition(":")
-    assert service(host) is first
-    assert port.isdecimal()
-    assert GPU["services"]["worker-rank-1"] == GPU["services"]["worker-2"]
+def test_the_workers_container_starts_all_ranks_and_has_a_gpu_for_each() -> None:
+    worker = load(WorkerConfig, service("worker")["command"], {"QUIRE_TENSOR_PARALLEL_SIZE": "2"}, prog="worker")
+    assert (worker.rank, worker.parallel.world_size) == (None, 2)
+    (gpus,) = GPU["services"]["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert gpus["count"] == "${QUIRE_TENSOR_PARALLEL_SIZE:-1}"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -66,6 +66,8 @@ def test_a_resource_with_a_field_that_does_not_exist_is_refused() -> None:
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
 def test_overlays_make_what_kubernetes_would_take(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    base = tmp_path / "kubernetes/base/kustomization.yaml"
+    base.write_text(base.read_text().replace("TP_SIZE=1", "TP_SIZE=2"))
     make_keys(tmp_path / "kubernetes/keys")
     argv = ["kubectl", "kustomize", str(tmp_path / "kubernetes/overlays" / overlay)]
     made = list(yaml.safe_load_all(subprocess.check_output(argv, text=True)))
@@ -75,7 +77,10 @@ def test_overlays_make_what_kubernetes_would_take(overlay: str, tmp_path: Path) 
     worker = next(one for one in engine["spec"]["template"]["spec"]["containers"] if one["name"] == "worker")
     devices = {entry["name"]: entry.get("value") for entry in worker["env"]}
     assert devices["QUIRE_DEVICE"] == {"cpu": "cpu", "gpu": "cuda"}[overlay]
-    assert worker["resources"]["limits"].get("nvidia.com/gpu") == {"cpu": None, "gpu": 1}[overlay]
+    (size,) = (one["data"]["TP_SIZE"] for one in made if one["kind"] == "ConfigMap" and "TP_SIZE" in one["data"])
+    assert size == "2"
+    for share in ("requests", "limits"):
+        assert worker["resources"][share].get("nvidia.com/gpu") == {"cpu": None, "gpu": 2}[overlay]
     secrets = {one["metadata"]["name"]: set(one["data"]) for one in made if one["kind"] == "Secret"}
     for volume in engine["spec"]["template"]["spec"]["volumes"]:
         if "secret" in volume:

@@ -234,6 +234,8 @@ def test_the_announcement_names_an_address_and_a_command(tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}')
     config = GatewayConfig(model="owner/name", served_model_name=["it's"], port=8123)
     text = banner(config, tmp_path, 4.24)
+    assert "(ready in 4.2 s, 3 ranks)" in banner(config, tmp_path, 4.24, 1, 3)
+    assert "(ready in 4.2 s, 2 engines of 3 ranks)" in banner(config, tmp_path, 4.24, 2, 3)
     assert "Quire serves it's at http://localhost:8123 (ready in 4.2 s)" in text
     command = shlex.split(next(line for line in text.splitlines() if "curl" in line))
     assert command[:3] == ["curl", "-s", "http://localhost:8123/v1/completions"]

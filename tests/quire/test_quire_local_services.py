@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from quire import local_services, settings
+from quire import settings
 from quire.children import Child
-from quire.local_services import check_numbers, children, connect_services, list_gpus
+from quire.local_services import check_numbers, children, connect_services
 from quire.serve import all_healthy
 from quire.service_log import ServiceLog
+from services.worker import gpus
+from services.worker.gpus import list_gpus
 from shared.errors import ConfigError
 from tests.quire.quire_server import short_folder
 
@@ -33,7 +35,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let the machine have three GPUs."""
     for number in range(3):
         (tmp_path / f"gpus/0000:0{number}:00.0").mkdir(parents=True)
-    monkeypatch.setattr(local_services, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -105,7 +107,7 @@ def test_each_worker_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert visible(data_parallel_size=2, device="cpu") == [None, None]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5, 7")
     assert visible(data_parallel_size=2, device="cuda") == ["GPU-5", "7"]
-    monkeypatch.setattr(local_services, "DRIVER", Path("/no/driver"))
+    monkeypatch.setattr(gpus, "DRIVER", Path("/no/driver"))
     assert list_gpus({}) == list_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible(data_parallel_size=2) == [None, None]

@@ -1,8 +1,9 @@
 """Tests `quire serve` with several ranks for an engine: real processes that speak by Gloo, a tiny model, and kills."""
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -78,6 +79,22 @@ def test_streams_outlive_each_rank_and_the_scheduler_bit_by_bit(folder: Path, tm
         said = server.err.read_text()
     assert "worker rank 0 | ended (signal SIGKILL); starts again" in said
     assert "worker rank 1 | " in said
+
+
+@pytest.mark.skipif("QUIRE_TEST_RANKS" not in os.environ, reason="it takes minutes: make test-all runs it")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [("-tp=2", "-pp=2"), ("-tp=4",)], ids=["two stages", "one stage"])
+def test_streams_outlive_each_of_four_ranks_bit_by_bit(sizes: Sequence[str], folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, *sizes, *FLAGS) as server:
+        url = server.url
+        assert len(server.ranks()) == 4
+        with ThreadPoolExecutor(8) as clients:
+            undisturbed = list(clients.map(partial(answer, url), range(8)))
+        with steady_load(partial(answer, url), undisturbed):
+            for rank in range(4):
+                kill_and_await_others(server, server.ranks()[rank])
+        assert figure(url, "quire:worker_losses_total{") == 4
+        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_two_stages_of_two_ranks_serve_adapters_and_swap(folder: Path, adapters: Path, tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ if mode == "crash":
 def stop(number, frame):
     with (folder / "stopped").open("a") as stopped:
         stopped.write(name + "\\n")
+    time.sleep(0.5 if mode == "linger" else 0)
     sys.exit(0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else stop)
 (folder / f"{name}.up").write_text("")
-while True:
+while mode != "follow" or not (folder / "stopped").exists() or "scheduler" not in (folder / "stopped").read_text():
     time.sleep(0.02)
 """
 
@@ -211,6 +212,18 @@ async def test_a_child_is_not_brought_back_while_draining(tmp_path: Path) -> Non
         os.kill(os.getpid(), signal.SIGTERM)
         assert await run == 0
     assert fakes.starts("worker") == 1
+
+
+async def test_a_rank_that_ends_with_its_scheduler_is_not_brought_back(tmp_path: Path) -> None:
+    """No request is left when schedulers are told to end."""
+    fakes = Fakes(tmp_path, {"gateway": "serve", "scheduler": "linger", "worker": "follow"})
+    async with fakes.running(fakes.supervisor()) as run:
+        await until(lambda: fakes.announced == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await run == 0
+    assert fakes.stopped() == ["gateway", "scheduler"]
+    assert fakes.starts("worker") == 1
+    assert b"starts again" not in fakes.out.getvalue()
 
 
 def test_pauses_grow_up_to_a_bound_and_deaths_after_readiness_are_never_final() -> None:

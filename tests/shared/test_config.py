@@ -128,7 +128,11 @@ def test_to_flags_leads_back_to_the_config(config: type[Struct]) -> None:
         assert load(config, to_flags(changed), {}, prog="x") == changed
 
 
-PREREQUISITES = {"priority_ageing": {"scheduling_policy": "priority"}, "rank": {"tensor_parallel_size": 8}}
+PREREQUISITES: dict[str, dict[str, object]] = {
+    "priority_ageing": {"scheduling_policy": "priority"},
+    "rank": {"tensor_parallel_size": 8},
+    "rendezvous": {"rank": 0},
+}
 
 OTHER_VALUES: list[object] = [
     True,

@@ -1,7 +1,9 @@
 """Tests what ranks exchange, between real processes that speak by Gloo."""
 
 import multiprocessing
+import os
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -59,6 +61,20 @@ def sum_rows(group: RankGroup) -> None:
     together = group.all_reduce(rows.clone())
     alone = torch.cat([group.all_reduce(rows[index : index + 1].clone()) for index in range(len(rows))])
     assert torch.equal(together, alone)
+
+
+def check_receivers(group: RankGroup) -> None:
+    """Check that Gloo's threads that receive cannot interrupt others."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    assert tasks
+    assert {os.sched_getscheduler(int(task.name)) for task in tasks} == {os.SCHED_BATCH}
+    group.all_gather(torch.zeros(1, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class")
+def test_threads_that_receive_interrupt_nobody(tmp_path: Path) -> None:
+    """They would otherwise spin while the thread that they have interrupted holds a lock."""
+    assert run_ranks(check_receivers, 2, 1, str(tmp_path)) == [0, 0]
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
