@@ -1,17 +1,19 @@
-"""Writes checkpoints of random quants, to measure how they load.
+"""Writes checkpoints of random quants, to measure how they load and compute.
 
-    python -m benchmarks.quantized_checkpoints FOLDER --model 1b --formats gptq awq Q8_0 Q4_K
+    python -m benchmarks.quantized_checkpoints FOLDER --model 1b --layers 4 --formats gptq awq squeezellm Q8_0 Q4_K
 
 Each goes into FOLDER/FORMAT, or FOLDER/FORMAT.gguf for a type of GGUF. GPTQ and AWQ have 4 bits in groups of 128 inputs
-and an embedding of floats, as most such checkpoints; `gptq-ordered` was quantised in the order of activations. In a
-GGUF file all matrices are of one type. What they compute means nothing, but is finite.
+and an embedding of floats, as most such checkpoints; `gptq-ordered` was quantised in the order of activations.
+SqueezeLLM has tables, and `squeezellm-outliers` outliers too. In a GGUF file all matrices are of one type. What they
+compute means nothing, but is finite.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +24,10 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.models import MODELS, Shape
 from benchmarks.peers.random_weights import DEVIATION, LAYERS_PER_FILE, Tensors, write_files
+from benchmarks.quantized_matmuls import outliers
+from kernels.table_weight import CODES, TABLE_SIZE
 
 GROUP_SIZE = 128
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "checkpoint_format": "gptq"}
-QUANTIZATIONS: dict[str, dict[str, Any]] = {
-    "gptq": GPTQ | {"desc_act": False},
-    "gptq-ordered": GPTQ | {"desc_act": True},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
-}
 
 FLOATS = {"Q4_0": (0,), "Q4_1": (0, 1), "Q8_0": (0,), "Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (-1,)}
 """Where a block of each type has its float16 numbers, counted in numbers."""
@@ -39,27 +37,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=[key for key, model in MODELS.items() if model.shape], default="1b")
-    parser.add_argument("--formats", nargs="+", choices=[*QUANTIZATIONS, *FLOATS], default=[*QUANTIZATIONS, *FLOATS])
+    parser.add_argument("--layers", type=int, help="how many of the model's layers; unset: all")
+    parser.add_argument("--formats", nargs="+", choices=[*PACKED, *FLOATS], default=[*PACKED, *FLOATS])
     options = parser.parse_args()
     shape = MODELS[options.model].shape
     assert shape
+    shape = shape._replace(layers=options.layers or shape.layers)
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.formats:
         if name in FLOATS:
             write_gguf(shape, options.folder / f"{name}.gguf", GGMLQuantizationType[name])
         else:
-            write_packed(shape, options.folder / name, QUANTIZATIONS[name])
+            write_packed(shape, options.folder / name, PACKED[name])
 
 
-def write_packed(shape: Shape, folder: Path, quantization: dict[str, Any]) -> None:
-    """Write the folder of a GPTQ or AWQ checkpoint."""
+class Packed(NamedTuple):
+    """A format of checkpoints whose matrices are packed into several tensors each."""
+
+    settings: dict[str, Any]  # `quantization_config` of config.json
+    pack: Callable[[int, int, torch.Generator], Tensors]  # a random matrix of so many outputs and inputs
+
+
+def write_packed(shape: Shape, folder: Path, format: Packed) -> None:
+    """Write the folder of a checkpoint."""
     folder.mkdir(exist_ok=True)
-    config = shape.config() | {"dtype": "float16", "quantization_config": quantization}
+    config = shape.config() | {"dtype": "float16", "quantization_config": format.settings}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    write_files(folder, _packed_files(shape, quantization, torch.Generator().manual_seed(0)))
+    write_files(folder, _packed_files(shape, format, torch.Generator().manual_seed(0)))
 
 
-def _packed_files(shape: Shape, quantization: dict[str, Any], random: torch.Generator) -> Iterator[Tensors]:
+def _packed_files(shape: Shape, format: Packed, random: torch.Generator) -> Iterator[Tensors]:
     yield {name: _floats(size, random) for name, size in shape.ends()}
     for first in range(0, shape.layers, LAYERS_PER_FILE):
         file: Tensors = {}
@@ -69,24 +76,47 @@ def _packed_files(shape: Shape, quantization: dict[str, Any], random: torch.Gene
                     file[name] = _floats(size, random)
                 else:
                     module = name.removesuffix(".weight")
-                    tensors = _packed(size[0], size[1], quantization, random)
+                    tensors = format.pack(size[0], size[1], random)
                     file |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
         yield file
 
 
-def _packed(outputs: int, inputs: int, quantization: dict[str, Any], random: torch.Generator) -> Tensors:
-    def words(rows: int, columns: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31, (rows, columns), generator=random).int()
-
+def _gptq(outputs: int, inputs: int, random: torch.Generator, *, ordered: bool) -> Tensors:
     groups = inputs // GROUP_SIZE
-    scales = torch.rand(groups, outputs, generator=random).half() * (DEVIATION / 4)
-    if quantization["quant_method"] == "awq":
-        return {"qweight": words(inputs, outputs // 8), "qzeros": words(groups, outputs // 8), "scales": scales}
     g_idx = torch.arange(inputs, dtype=torch.int32) // GROUP_SIZE
-    if quantization["desc_act"]:
+    if ordered:
         g_idx = g_idx[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
     zeros = torch.full((groups, outputs // 8), 0x77777777, dtype=torch.int32)  # 8 less 1 each: symmetric
-    return {"qweight": words(inputs // 8, outputs), "qzeros": zeros, "scales": scales, "g_idx": g_idx}
+    scales = _scales(groups, outputs, random)
+    return {"qweight": _words(inputs // 8, outputs, random), "qzeros": zeros, "scales": scales, "g_idx": g_idx}
+
+
+def _awq(outputs: int, inputs: int, random: torch.Generator) -> Tensors:
+    groups = inputs // GROUP_SIZE
+    return {
+        "qweight": _words(inputs, outputs // 8, random),
+        "qzeros": _words(groups, outputs // 8, random),
+        "scales": _scales(groups, outputs, random),
+    }
+
+
+def _squeezellm(outputs: int, inputs: int, random: torch.Generator, *, sparse: bool) -> Tensors:
+    tensors = {
+        "qweight": _words(inputs // CODES, outputs, random),
+        "lookup_table": _floats((outputs, TABLE_SIZE), random),
+    }
+    if sparse:
+        rows, columns, values = outliers(outputs, inputs, random)
+        tensors |= {"rows": rows.int(), "cols": columns, "vals": values * DEVIATION}
+    return tensors
+
+
+def _words(rows: int, columns: int, random: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (rows, columns), generator=random).int()
+
+
+def _scales(groups: int, outputs: int, random: torch.Generator) -> torch.Tensor:
+    return torch.rand(groups, outputs, generator=random).half() * (DEVIATION / 4)
 
 
 def _floats(size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
@@ -134,6 +164,18 @@ def _blocks(rows: int, columns: int, type: GGMLQuantizationType, random: np.rand
     for place in FLOATS[type.name]:
         numbers[..., place] = random.random(numbers.shape[:2], np.float32) * (DEVIATION / block)
     return stored
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "sym": True, "checkpoint_format": "gptq"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"}
+SQUEEZELLM = {"quant_method": "squeezellm", "wbits": 4}
+PACKED = {
+    "gptq": Packed(GPTQ | {"desc_act": False}, partial(_gptq, ordered=False)),
+    "gptq-ordered": Packed(GPTQ | {"desc_act": True}, partial(_gptq, ordered=True)),
+    "awq": Packed(AWQ, _awq),
+    "squeezellm": Packed(SQUEEZELLM, partial(_squeezellm, sparse=False)),
+    "squeezellm-outliers": Packed(SQUEEZELLM, partial(_squeezellm, sparse=True)),
+}
 
 
 if __name__ == "__main__":

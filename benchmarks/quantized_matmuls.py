@@ -76,11 +76,11 @@ def weights(outputs: int, inputs: int) -> dict[str, Callable[[], Weight]]:
     }
 
 
-def outliers(outputs: int, inputs: int) -> Outliers:
+def outliers(outputs: int, inputs: int, random: torch.Generator | None = None) -> Outliers:
     """Return random outliers."""
-    places = torch.rand(outputs, inputs) < OUTLIERS
+    places = torch.rand(outputs, inputs, generator=random) < OUTLIERS
     offsets = torch.cat((torch.zeros(1).long(), places.sum(1).cumsum(0)))
-    return Outliers(offsets, places.nonzero()[:, 1].int(), torch.randn(int(places.sum())))
+    return Outliers(offsets, places.nonzero()[:, 1].int(), torch.randn(int(places.sum()), generator=random))
 
 
 def seconds(linear: Callable[[Tensor, Packed], Tensor], x: Tensor, copies: list[Packed]) -> float:

@@ -12,7 +12,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from services.worker.config import WorkerConfig
 from services.worker.interface import Runner
@@ -20,6 +20,7 @@ from services.worker.start import start_runner
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 BLOCK = 16
+VOCABULARY = 30000  # tokens of prompts are below
 EPOCH = Epoch(boot_id="benchmark", count=1)
 MODES = {
     "greedy": Sampling(max_tokens=1, seed=0, temperature=0.0),
@@ -40,21 +41,27 @@ def main() -> None:
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--json", action="store_true", help="print one line of JSON, for one number of threads")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON a case, for one number of threads")
     options = parser.parse_args()
     if options.json:
-        print(json.dumps(measure(options)))
+        for case in measure(options):
+            print(json.dumps(case), flush=True)
         return
-    print(f"| threads | what | rows | ms/step median (best) | tok/s |\n|{'---|' * 5}")
+    print(f"| threads | what | rows | ms/step median (best) | tok/s |\n|{'---|' * 5}", flush=True)
     for threads in options.threads.split(","):
         command = [sys.executable, "-m", "benchmarks.worker_threads", *sys.argv[1:], "--json", "--threads", threads]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        for name, rows, tokens, median, best in json.loads(output):
-            print(f"| {threads} | {name} | {rows} | {median:.1f} ({best:.1f}) | {tokens / median * 1e3:.0f} |")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:  # each row as soon as it is known: what is ended early shows those before
+                name, rows, tokens, median, best = json.loads(line)
+                cells = [threads, name, rows, f"{median:.1f} ({best:.1f})", f"{tokens / median * 1e3:.0f}"]
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        if process.returncode:
+            raise SystemExit(process.returncode)
 
 
-def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, float]]:
-    """Return (name, rows, tokens a step, median ms, best ms) of each case, with one number of threads."""
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, int, int, float, float]]:
+    """Yield (name, rows, tokens a step, median ms, best ms) of each case, with one number of threads."""
     config = WorkerConfig(
         model=options.model,
         num_threads=int(options.threads),
@@ -63,16 +70,17 @@ def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, flo
         kv_cache_dtype=options.kv_cache_dtype,
     )
     runner = start_runner(config)
+    model, positions = runner.info.model, max(options.context + options.steps, options.prefill)
+    if model.vocab_size < VOCABULARY or model.max_positions < positions:
+        raise SystemExit(f"this measures models of {VOCABULARY} tokens and {positions} positions at least")
     batches = [int(size) for size in options.batches.split(",")]
-    results = []
     for mode in options.modes.split(","):
         sampling = MODES[mode]
         for size in batches:
             times = decode(runner, size, options.context, options.steps, sampling)
-            results.append((f"decode, {mode}", size, size, *summary(times)))
+            yield f"decode, {mode}", size, size, *summary(times)
     times = prefill(runner, options.prefill, max(3, options.steps // 4))
-    results.append(("prefill", 1, options.prefill, *summary(times)))
-    return results
+    yield "prefill", 1, options.prefill, *summary(times)
 
 
 def decode(runner: Runner, size: int, context: int, num_steps: int, sampling: Sampling) -> list[float]:
@@ -110,7 +118,7 @@ def sequence(slot: int, size: int, tokens: int, length: int, sampling: Sampling)
     blocks = -(-(length + 1) // BLOCK)
     return NewSequence(
         slot=slot,
-        tokens=pack_tokens((slot * 131 + index * 7919) % 30000 for index in range(tokens)),
+        tokens=pack_tokens((slot * 131 + index * 7919) % VOCABULARY for index in range(tokens)),
         prompt_len=tokens,
         blocks=[index * size + slot for index in range(blocks)],
         sampling=sampling,

@@ -3,6 +3,7 @@
 Installs each peer in an environment of its own, starts each in turn, asks all of them the same, and writes a page of
 ratios, a chart and every figure. Nothing else should run meanwhile: on two cores that is the greatest source of noise.
 
+    python -m benchmarks.peers --setup                      # install the peers and make their models, and no more
     python -m benchmarks.peers --quick                      # what most targets need, once, at half the requests
     python -m benchmarks.peers --rounds 2                   # everything, twice, in turns
     python -m benchmarks.peers --large                      # the model of 7.4 billion weights too
@@ -15,7 +16,6 @@ What cannot be installed or started is named in the page, with the error, and le
 import argparse
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -31,6 +31,7 @@ from benchmarks.peers.client import Client, ours, vllm_client
 from benchmarks.peers.environments import ROOT, Skipped
 from benchmarks.peers.flags import chosen_turns, command_line, flag_parser
 from benchmarks.peers.launch import Place
+from benchmarks.peers.machine import describe_machine
 from benchmarks.peers.models import MODELS
 from benchmarks.peers.record import Ceilings, Entry, Record, Weights, load, save
 from benchmarks.peers.report import page
@@ -44,15 +45,20 @@ from shared.text.tokenizer import Tokenizer
 QUICK = 0.5  # scale
 
 
+def set_up(args: argparse.Namespace) -> None:
+    """Install the peers and the client, and make the models, so that a later call begins to measure at once."""
+    folder = args.folder.resolve()
+    turns = _turns(args, folder, Record(date="", machine=""))
+    if any(turn.peer.served for turn in turns):
+        with ExitStack() as stack:
+            _client(args.client, folder, stack)
+
+
 def run(args: argparse.Namespace) -> Record:
     """Install the peers, then measure them in turns; write the figures after each turn."""
     folder, file = args.folder.resolve(), args.results / "peers.json"
-    record, chosen = _record(args, file), list(chosen_turns(args))
-    if not chosen:
-        raise SystemExit("there is nothing to measure: those of --only do not take part, or not with these workloads")
-    places = {key: _place(folder, key, record) for key in dict.fromkeys(model for model, _, _ in chosen)}
-    prepared = (_prepared(places[model], peer, workloads, record) for model, peer, workloads in chosen)
-    turns = [turn for turn in prepared if turn is not None]
+    record = _record(args, file)
+    turns = _turns(args, folder, record)
     scale = args.scale or (QUICK if args.quick else 1.0)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         served = any(turn.peer.served for turn in turns)
@@ -74,13 +80,26 @@ def run(args: argparse.Namespace) -> Record:
 
 def _record(args: argparse.Namespace, file: Path) -> Record:
     """Return the record to add figures to: with `--merge` the one in `file`. Exit if it is another machine's."""
-    new = Record(date=f"{datetime.now():%Y-%m-%d}", machine=_machine())
+    new = Record(date=f"{datetime.now():%Y-%m-%d}", machine=describe_machine())
     record = load(file) if args.merge and file.exists() else new
     if record.machine != new.machine:
-        raise SystemExit(f"--merge: {file} has figures of {record.machine}, and this machine has {new.machine}")
+        raise SystemExit(
+            f"--merge adds to figures of the same machine: those in {file} are of {record.machine},"
+            f" and this machine is {new.machine}. Measure without --merge, or with --results into another folder"
+        )
     record.date = new.date
     record.commands.append(command_line(args))
     return record
+
+
+def _turns(args: argparse.Namespace, folder: Path, record: Record) -> list[Turn]:
+    """Return the turns that the flags ask for, with everything installed. Exit if there are none."""
+    chosen = list(chosen_turns(args))
+    if not chosen:
+        raise SystemExit("there is nothing to measure: those of --only do not take part, or not with these workloads")
+    places = {key: _place(folder, key, record) for key in dict.fromkeys(model for model, _, _ in chosen)}
+    prepared = (_prepared(places[model], peer, workloads, record) for model, peer, workloads in chosen)
+    return [turn for turn in prepared if turn is not None]
 
 
 def _place(folder: Path, key: str, record: Record) -> Place:
@@ -119,12 +138,6 @@ def _client(name: str, folder: Path, stack: ExitStack) -> Client:
         return ours()
 
 
-def _machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{len(os.sched_getaffinity(0))} cores of {name}"
-
-
 def _ceilings() -> Ceilings:
     argv = [sys.executable, "-m", "benchmarks.ceilings", "--json"]
     ceilings: Ceilings = json.loads(subprocess.check_output(argv, cwd=ROOT))
@@ -144,6 +157,9 @@ def _named(place: Place, peer: Peer) -> str:
 def main() -> None:
     args = flag_parser(__doc__).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends a running peer
+    if args.setup:
+        set_up(args)
+        return
     record = load(args.results / "peers.json") if args.report else run(args)
     (args.results / "peers.md").write_text(page(record), encoding="utf-8")
     draw(record, args.results / "peers.svg")

@@ -26,6 +26,7 @@ def flag_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="only what most targets need")
     add("--merge", action="store_true", help="keep the figures so far, but for those that are measured again")
     add("--client", choices=("auto", "vllm", "quire"), default="auto", help="that asks servers")
+    add("--setup", action="store_true", help="measure nothing; install who takes part, and make their models")
     add("--report", action="store_true", help="measure nothing; write the page and the chart anew")
     return parser
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.peers.__main__ import _record, run
 from benchmarks.peers.chart import draw
 from benchmarks.peers.flags import chosen_turns, flag_parser
+from benchmarks.peers.machine import describe_instructions, describe_machine
 from benchmarks.peers.models import LARGE, MIDDLE, SMALL
 from benchmarks.peers.record import Entry, Measured, Record, Started, Weights, load, save
 from benchmarks.peers.report import page
@@ -166,10 +168,39 @@ def test_a_run_in_parts_keeps_the_figures_of_the_parts_before(tmp_path: Path) ->
     assert merged.measured == first.measured
     assert [command.split("peers ")[1] for command in merged.commands] == ["--quick", "--only vllm --merge"]
     assert _record(_arguments("--only", "vllm"), file).measured == []
-    first.machine = "another"
+
+
+def test_figures_of_another_machine_are_not_merged_though_its_processor_has_the_same_name(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    first = _record(_arguments(), file)
+    assert first.machine == describe_machine()
+    name, _, instructions = first.machine.partition(", ")
+    first.machine = f"{name}, {'AVX-512' if instructions.startswith('AVX2') else 'AVX2'}"
     save(first, file)
-    with pytest.raises(SystemExit, match="another"):
+    with pytest.raises(SystemExit, match=f"are of {re.escape(first.machine)}, and this machine is"):
         _record(_arguments("--merge"), file)
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        ("sse4_2 avx", "without AVX2"),
+        ("avx avx2 fma", "AVX2 without AVX-512"),
+        ("avx avx2 avx_vnni", "AVX2 with VNNI, without AVX-512"),
+        ("avx2 avx512f avx512bw", "AVX-512, without AMX"),
+        ("avx2 avx512f avx512_vnni", "AVX-512 with VNNI, without AMX"),
+        ("avx2 avx512f avx512_vnni avx512_bf16", "AVX-512 with VNNI and BF16, without AMX"),
+        ("avx2 avx512f avx512_vnni avx512_bf16 amx_tile amx_int8", "AVX-512 with VNNI and BF16, AMX with INT8"),
+    ],
+)
+def test_a_machine_is_named_by_its_instructions_for_vectors(features: str, words: str) -> None:
+    assert describe_instructions(frozenset(features.split())) == words
+
+
+def test_page_names_the_machine_with_its_instructions() -> None:
+    record = _example()
+    record.machine = "2 cores of AMD EPYC, AVX2 without AVX-512"
+    assert "On today, 2 cores of AMD EPYC, AVX2 without AVX-512; in turns, with" in page(record)
 
 
 def test_flags_choose_models_peers_and_workloads() -> None:
