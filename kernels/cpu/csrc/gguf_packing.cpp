@@ -1,4 +1,4 @@
-// Packs blocks of a GGUF file into the records of quantized_linear.cpp, straight from where they lie in the mapped file.
+// Packs blocks of a GGUF file into the records of quantized_linear.cpp, from where they lie in the mapped file.
 //
 // The parts of a weight follow one another. If they are of different types, all get the most general format of them: 8
 // bits beside 4, and mins if one has mins. Neither changes a value, since zero points are powers of two.
@@ -39,7 +39,7 @@ void convert(const Format& format, GgufGroup& group, fp16& scale, fp16& min) {
     } else if (format.has_mins) {
         narrow(-ZERO_POINT<Type::BITS> * widen(scale), min);
     } else if (Type::BITS == 4 && format.bits == 8) {
-        for (uint8_t& quant : group.quants) quant += ZERO_POINT<8> - ZERO_POINT<4>;
+        group.quants = _mm256_add_epi8(group.quants, _mm256_set1_epi8(ZERO_POINT<8> - ZERO_POINT<4>));
     }
 }
 
@@ -48,6 +48,7 @@ template <class Type>
 void pack_lanes(const Blocks& blocks, const Lanes& lanes, int64_t groups, const Format& format, uint8_t* records) {
     constexpr int GROUPS = Type::VALUES / QUANT_GROUP_SIZE;  // of a block
     int bytes = record_bytes(format.bits, format.has_mins);
+    alignas(32) float rows[PANEL][QUADS] = {};  // the quants of an output, four in each number
     Tile tile;
     fp16 scales[PANEL], mins[PANEL];
     for (int64_t g = 0; g < groups; g++) {
@@ -57,8 +58,10 @@ void pack_lanes(const Blocks& blocks, const Lanes& lanes, int64_t groups, const 
             GgufGroup group;
             Type::unpack(block, int(from % GROUPS), group);
             convert<Type>(format, group, scales[lane], mins[lane]);
-            for (int s = 0; s < QUADS; s++) tile[s][lane] = word_at(group.quants + 4 * s);
+            _mm256_store_si256(reinterpret_cast<__m256i*>(rows[lane]), group.quants);
         }
+        for (int lane = 0; lane < PANEL; lane += 8)
+            transpose(rows[lane], QUADS, reinterpret_cast<float*>(&tile[0][lane]), PANEL);
         uint8_t* record = records + g * bytes;
         store(tile, format.bits, lanes, record);
         fp16* tail = reinterpret_cast<fp16*>(record + quant_bytes(format.bits)) + lanes.lane;

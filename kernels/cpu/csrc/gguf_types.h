@@ -12,14 +12,13 @@
 // Types of more than 4 bits get 8. Q5_0, Q5_1, Q5_K, IQ4_NL and IQ4_XS keep their grid in them. Types with numbers for
 // each 16 inputs do where both halves of a group have the same ones, up to the sign; otherwise:
 //
-// - Q6_K and Q3_K: the scale is a 4th (Q6_K) or a 32nd (Q3_K) of that of the coarser half. Its quants, from -32 or -4 on,
-//   times that, are exactly as far as 8 bits reach. So the coarser half stays as it is, and the other is off by at most
-//   an 8th or a 64th of the coarser step. The largest value / 127 would have put the coarser half off its grid too.
+// - Q6_K and Q3_K: the scale is a 4th (Q6_K) or a 32nd (Q3_K) of that of the coarser half. Its quants, from -32 or -4
+//   on, times 4 or 32, reach exactly as far as 8 bits. So the coarser half stays as it is, and the other is off by at
+//   most an 8th or a 64th of the coarser step. The largest value / 127 would move both halves.
 // - Q2_K: the range of the group is divided into 255 steps, so an error is at most a 510th of it.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -32,7 +31,7 @@ template <int BITS>
 constexpr int ZERO_POINT = 1 << (BITS - 1);
 
 struct GgufGroup {
-    alignas(32) uint8_t quants[QUANT_GROUP_SIZE];
+    __m256i quants;    // a byte each
     float scale, min;  // min: of types that have mins
 };
 
@@ -42,17 +41,20 @@ inline float half_at(const uint8_t* bytes) {
     return widen(x);
 }
 
-// Sets quant i to the low half of byte i, and quant 16 + i to its high half.
-inline void unpack_halves(const uint8_t* bytes, uint8_t* quants) {
-    for (int i = 0; i < 16; i++) {
-        quants[i] = bytes[i] & 15;
-        quants[16 + i] = bytes[i] >> 4;
-    }
+inline __m128i load_16(const void* bytes) { return _mm_loadu_si128(static_cast<const __m128i*>(bytes)); }
+inline __m256i load_32(const void* bytes) { return _mm256_loadu_si256(static_cast<const __m256i*>(bytes)); }
+
+// Returns the low halves of 16 bytes, and then the high halves.
+inline __m256i unpack_halves(const uint8_t* bytes) {
+    __m128i low = load_16(bytes), high = _mm_srli_epi16(low, 4);
+    return _mm256_and_si256(_mm256_set_m128i(high, low), _mm256_set1_epi8(15));
 }
 
-// Sets quant i to the `bits` bits of byte i that are above the lowest `shift`.
-inline void unpack_bits(const uint8_t* bytes, int shift, int bits, uint8_t* quants) {
-    for (int i = 0; i < QUANT_GROUP_SIZE; i++) quants[i] = bytes[i] >> shift & ((1 << bits) - 1);
+// Returns the BITS bits of each of 32 bytes that are above the lowest `shift`, shifted to the left by UP.
+template <int BITS, int UP = 0>
+__m256i unpack_bits(const uint8_t* bytes, int shift) {
+    __m256i shifted = _mm256_srl_epi16(load_32(bytes), _mm_cvtsi32_si128(shift));
+    return _mm256_slli_epi16(_mm256_and_si256(shifted, _mm256_set1_epi8((1 << BITS) - 1)), UP);
 }
 
 struct Q4_0 {
@@ -60,7 +62,7 @@ struct Q4_0 {
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int, GgufGroup& group) {
-        unpack_halves(block + 2, group.quants);
+        group.quants = unpack_halves(block + 2);
         group.scale = half_at(block);
     }
 };
@@ -70,15 +72,21 @@ struct Q4_1 {
     static constexpr bool HAS_MINS = true;
 
     static void unpack(const uint8_t* block, int, GgufGroup& group) {
-        unpack_halves(block + 4, group.quants);
+        group.quants = unpack_halves(block + 4);
         group.scale = half_at(block);
         group.min = half_at(block + 2);
     }
 };
 
-// Adds 16 times bit i of `bits` to quant i.
-inline void add_fifth_bits(const uint8_t* bits, uint8_t* quants) {
-    for (int i = 0; i < QUANT_GROUP_SIZE; i++) quants[i] |= (bits[i / 8] >> (i % 8) & 1) << 4;
+// Returns 16 times each of 32 bits, the lowest first.
+inline __m256i fifth_bits(const uint8_t* bits) {
+    int32_t word;
+    std::memcpy(&word, bits, 4);
+    const __m256i bytes = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                           2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i masks = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), bytes), masks);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(own, masks), _mm256_set1_epi8(16));
 }
 
 struct Q5_0 {
@@ -86,9 +94,8 @@ struct Q5_0 {
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int, GgufGroup& group) {
-        unpack_halves(block + 6, group.quants);
-        add_fifth_bits(block + 2, group.quants);
-        for (uint8_t& quant : group.quants) quant += ZERO_POINT<8> - ZERO_POINT<5>;
+        __m256i quants = _mm256_or_si256(unpack_halves(block + 6), fifth_bits(block + 2));
+        group.quants = _mm256_add_epi8(quants, _mm256_set1_epi8(ZERO_POINT<8> - ZERO_POINT<5>));
         group.scale = half_at(block);
     }
 };
@@ -98,57 +105,68 @@ struct Q5_1 {
     static constexpr bool HAS_MINS = true;
 
     static void unpack(const uint8_t* block, int, GgufGroup& group) {
-        unpack_halves(block + 8, group.quants);
-        add_fifth_bits(block + 4, group.quants);
+        group.quants = _mm256_or_si256(unpack_halves(block + 8), fifth_bits(block + 4));
         group.scale = half_at(block);
         group.min = half_at(block + 2);
     }
 };
+
+// Makes signed bytes unsigned ones, with the zero point of 8 bits.
+inline __m256i flip_signs(__m256i bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(int8_t(0x80))); }
 
 struct Q8_0 {
     static constexpr int TYPE = 8, VALUES = 32, BYTES = 34, BITS = 8;
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int, GgufGroup& group) {
-        for (int i = 0; i < QUANT_GROUP_SIZE; i++) group.quants[i] = block[2 + i] ^ 0x80;
+        group.quants = flip_signs(load_32(block + 2));
         group.scale = half_at(block);
     }
 };
 
-// Sets the quants, scale and min of a group whose halves have scales and mins of their own; the quants have 2 bits.
-inline void round_halves(const uint8_t* quants, const float (&scales)[2], const float (&mins)[2], GgufGroup& group) {
-    float low = mins[0], high = mins[0];
-    for (int half = 0; half < 2; half++)
-        for (float end : {mins[half], mins[half] + 3 * scales[half]}) {
-            low = std::min(low, end);
-            high = std::max(high, end);
-        }
-    float all = scales[0] + scales[1] + mins[0] + mins[1];  // `min` and `max` may have lost a NaN
+// Returns numbers * factors[half] + offsets[half], rounded, for both halves of signed bytes, as unsigned ones.
+inline __m256i rounded_halves(__m256i numbers, const float (&factors)[2], const float (&offsets)[2]) {
+    alignas(32) int8_t bytes[QUANT_GROUP_SIZE];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), numbers);
+    for (int half = 0; half < 2; half++) {
+        int8_t* own = bytes + half * 16;
+        fma(F32x16::load(own), F32x16::set(factors[half]), F32x16::set(offsets[half])).store(own);
+    }
+    return flip_signs(_mm256_set_m128i(load_16(bytes + 16), load_16(bytes)));
+}
+
+// Sets a group to quants of two bits whose halves have scales and mins of their own.
+inline void round_to_range(__m256i quants, const float (&scales)[2], const float (&mins)[2], GgufGroup& group) {
+    float low = std::min(mins[0], mins[1]), high = std::max(mins[0], mins[1]), all = 0, factors[2], offsets[2];
+    for (int half = 0; half < 2; half++) {
+        float end = mins[half] + 3 * scales[half];
+        low = std::min(low, end);
+        high = std::max(high, end);
+        all += end;  // `min` and `max` may lose a NaN
+    }
     group.scale = (high - low) / 255 + 0 * all;
     group.min = low;
     float inverse = group.scale > 0 ? 1 / group.scale : 0;
-    alignas(16) int8_t numbers[QUANT_GROUP_SIZE];
     for (int half = 0; half < 2; half++) {
-        F32x16 first = F32x16::set((mins[half] - low) * inverse - ZERO_POINT<8>);
-        std::memcpy(numbers + half * 16, quants + half * 16, 16);
-        fma(F32x16::load(numbers + half * 16), F32x16::set(scales[half] * inverse), first).store(numbers + half * 16);
+        factors[half] = scales[half] * inverse;
+        offsets[half] = (mins[half] - low) * inverse - ZERO_POINT<8>;
     }
-    for (int i = 0; i < QUANT_GROUP_SIZE; i++) group.quants[i] = uint8_t(numbers[i]) ^ 0x80;
+    group.quants = rounded_halves(quants, factors, offsets);
 }
 
-// Sets the quants and the scale of a group whose halves have scales of their own. `numbers` times FACTOR are signed bytes.
+// Sets a group to signed numbers whose halves have scales of their own; FACTOR times them are signed bytes.
 template <int FACTOR>
-void round_halves(int8_t (&numbers)[QUANT_GROUP_SIZE], const float (&scales)[2], GgufGroup& group) {
+void round_to_coarser(__m256i numbers, const float (&scales)[2], GgufGroup& group) {
     bool equal = std::abs(scales[0]) == std::abs(scales[1]);
     float coarser = std::abs(scales[0]) > std::abs(scales[1]) ? scales[0] : scales[1];
     int factor = equal ? 1 : FACTOR;
-    group.scale = coarser / factor;
+    float factors[2];
     for (int half = 0; half < 2; half++) {
         float ratio = scales[half] / coarser;
-        if (!(std::abs(ratio) <= 1)) ratio = 0;  // 0 / 0, or of no finite numbers
-        (F32x16::load(numbers + half * 16) * F32x16::set(ratio * factor)).store(numbers + half * 16);
+        factors[half] = std::abs(ratio) <= 1 ? ratio * factor : 0;  // 0: of 0 / 0, or of no finite numbers
     }
-    for (int i = 0; i < QUANT_GROUP_SIZE; i++) group.quants[i] = uint8_t(numbers[i]) ^ 0x80;
+    group.scale = coarser / factor;
+    group.quants = rounded_halves(numbers, factors, {0, 0});
 }
 
 struct Q2_K {
@@ -156,15 +174,13 @@ struct Q2_K {
     static constexpr bool HAS_MINS = true;
 
     static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        uint8_t quants[QUANT_GROUP_SIZE];
-        unpack_bits(block + 16 + g / 4 * 32, g % 4 * 2, 2, quants);
         float d = half_at(block + 80), dmin = half_at(block + 82), scales[2], mins[2];
         for (int half = 0; half < 2; half++) {
             uint8_t packed = block[2 * g + half];
             scales[half] = d * (packed & 15);
             mins[half] = -dmin * (packed >> 4);
         }
-        round_halves(quants, scales, mins, group);
+        round_to_range(unpack_bits<2>(block + 16 + g / 4 * 32, g % 4 * 2), scales, mins, group);
     }
 };
 
@@ -173,14 +189,11 @@ struct Q3_K {
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        uint8_t low[QUANT_GROUP_SIZE], high[QUANT_GROUP_SIZE];
-        alignas(16) int8_t numbers[QUANT_GROUP_SIZE];
-        unpack_bits(block + 32 + g / 4 * 32, g % 4 * 2, 2, low);
-        unpack_bits(block, g, 1, high);
-        for (int i = 0; i < QUANT_GROUP_SIZE; i++) numbers[i] = int8_t(low[i] + 4 * high[i] - 4);
+        __m256i low = unpack_bits<2>(block + 32 + g / 4 * 32, g % 4 * 2);
+        __m256i quants = _mm256_or_si256(low, unpack_bits<1, 2>(block, g));
         float d = half_at(block + 108), scales[2];
         for (int half = 0; half < 2; half++) scales[half] = d * (scale_bits(block + 96, 2 * g + half) - 32);
-        round_halves<32>(numbers, scales, group);
+        round_to_coarser<32>(_mm256_sub_epi8(quants, _mm256_set1_epi8(4)), scales, group);
     }
 
 private:
@@ -210,7 +223,7 @@ struct Q4_K {
     static constexpr bool HAS_MINS = true;
 
     static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        unpack_bits(block + 16 + g / 2 * 32, g % 2 * 4, 4, group.quants);
+        group.quants = unpack_bits<4>(block + 16 + g / 2 * 32, g % 2 * 4);
         unpack_scale_and_min(block, g, group);
     }
 };
@@ -220,10 +233,8 @@ struct Q5_K {
     static constexpr bool HAS_MINS = true;
 
     static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        uint8_t high[QUANT_GROUP_SIZE];
-        unpack_bits(block + 48 + g / 2 * 32, g % 2 * 4, 4, group.quants);
-        unpack_bits(block + 16, g, 1, high);
-        for (int i = 0; i < QUANT_GROUP_SIZE; i++) group.quants[i] |= high[i] << 4;
+        __m256i low = unpack_bits<4>(block + 48 + g / 2 * 32, g % 2 * 4);
+        group.quants = _mm256_or_si256(low, unpack_bits<1, 4>(block + 16, g));
         unpack_scale_and_min(block, g, group);
     }
 };
@@ -233,31 +244,18 @@ struct Q6_K {
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        uint8_t low[QUANT_GROUP_SIZE], high[QUANT_GROUP_SIZE];
-        alignas(16) int8_t numbers[QUANT_GROUP_SIZE];
-        unpack_bits(block + g / 4 * 64 + g % 2 * 32, g % 4 / 2 * 4, 4, low);
-        unpack_bits(block + 128 + g / 4 * 32, g % 4 * 2, 2, high);
-        for (int i = 0; i < QUANT_GROUP_SIZE; i++) numbers[i] = int8_t((low[i] | high[i] << 4) - 32);
+        __m256i low = unpack_bits<4>(block + g / 4 * 64 + g % 2 * 32, g % 4 / 2 * 4);
+        __m256i quants = _mm256_or_si256(low, unpack_bits<2, 4>(block + 128 + g / 4 * 32, g % 4 * 2));
         float d = half_at(block + 208), scales[2];
         for (int half = 0; half < 2; half++) scales[half] = d * int8_t(block[192 + 2 * g + half]);
-        round_halves<4>(numbers, scales, group);
+        round_to_coarser<4>(_mm256_sub_epi8(quants, _mm256_set1_epi8(32)), scales, group);
     }
 };
 
-// Replaces quants of 4 bits by the values of IQ4_NL and IQ4_XS that they stand for.
-inline void look_up(uint8_t* quants) {
-    static constexpr std::array<int, 16> VALUES{-127, -104, -83, -65, -49, -35, -22, -10,
-                                                1,    13,   25,  38,  53,  69,  89,  113};
-    alignas(16) static constexpr auto TABLE = [] {
-        std::array<uint8_t, 16> table{};
-        for (int i = 0; i < 16; i++) table[i] = uint8_t(VALUES[i] + ZERO_POINT<8>);
-        return table;
-    }();
-    __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(TABLE.data()));
-    for (int half = 0; half < 2; half++) {
-        auto* place = reinterpret_cast<__m128i*>(quants + half * 16);
-        _mm_storeu_si128(place, _mm_shuffle_epi8(table, _mm_loadu_si128(place)));
-    }
+// Returns the values of IQ4_NL and IQ4_XS that quants of 4 bits stand for, as unsigned bytes.
+inline __m256i look_up(__m256i quants) {
+    const __m128i values = _mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
+    return flip_signs(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), quants));
 }
 
 struct IQ4_NL {
@@ -265,8 +263,7 @@ struct IQ4_NL {
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int, GgufGroup& group) {
-        unpack_halves(block + 2, group.quants);
-        look_up(group.quants);
+        group.quants = look_up(unpack_halves(block + 2));
         group.scale = half_at(block);
     }
 };
@@ -276,8 +273,7 @@ struct IQ4_XS {
     static constexpr bool HAS_MINS = false;
 
     static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        unpack_halves(block + 8 + g * 16, group.quants);
-        look_up(group.quants);
+        group.quants = look_up(unpack_halves(block + 8 + g * 16));
         int high = block[2 + g / 4] >> (g % 4 * 2) & 3, low = block[4 + g / 2] >> (g % 2 * 4) & 15;
         group.scale = half_at(block) * ((low | high << 4) - 32);
     }
