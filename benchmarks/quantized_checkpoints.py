@@ -1,11 +1,11 @@
 """Writes checkpoints of random quants, to measure how they load and compute.
 
-    python -m benchmarks.quantized_checkpoints FOLDER --model 1b --layers 4 --formats gptq awq squeezellm Q8_0 Q4_K
+    python -m benchmarks.quantized_checkpoints FOLDER --model 1b --layers 4 --formats gptq awq squeezellm Q8_0 Q4_K_M
 
-Each goes into FOLDER/FORMAT, or FOLDER/FORMAT.gguf for a type of GGUF. GPTQ and AWQ have 4 bits in groups of 128 inputs
-and an embedding of floats, as most such checkpoints; `gptq-ordered` was quantised in the order of activations.
-SqueezeLLM has tables, and `squeezellm-outliers` outliers too. In a GGUF file all matrices are of one type. What they
-compute means nothing, but is finite.
+Each goes into FOLDER/FORMAT, or FOLDER/FORMAT.gguf for GGUF. GPTQ and AWQ have 4 bits in groups of 128 inputs and an
+embedding of floats, as most such checkpoints; `gptq-ordered` was quantised in the order of activations. SqueezeLLM has
+tables, and `squeezellm-outliers` outliers too. In a GGUF file all matrices are of one type, or mixed as llama.cpp mixes
+them in `Q4_K_M` and `Q5_K_M`. What they compute means nothing, but is finite.
 """
 
 import argparse
@@ -29,8 +29,12 @@ from kernels.table_weight import CODES, TABLE_SIZE
 
 GROUP_SIZE = 128
 
-FLOATS = {"Q4_0": (0,), "Q4_1": (0, 1), "Q8_0": (0,), "Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (-1,)}
-"""Where a block of each type has its float16 numbers, counted in numbers."""
+FLOATS = {"Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+FLOATS |= {"Q2_K": (-2, -1), "Q3_K": (-1,), "Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (-1,)}
+"""Where a block of each type has its float16 numbers, counted in numbers: the scale and, if there is one, the min."""
+
+MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+"""The type of most matrices of a mixed file. Some that matter more are in Q6_K."""
 
 
 def main() -> None:
@@ -38,17 +42,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=[key for key, model in MODELS.items() if model.shape], default="1b")
     parser.add_argument("--layers", type=int, help="how many of the model's layers; unset: all")
-    parser.add_argument("--formats", nargs="+", choices=[*PACKED, *FLOATS], default=[*PACKED, *FLOATS])
+    formats = [*PACKED, *FLOATS, *MIXED]
+    parser.add_argument("--formats", nargs="+", choices=formats, default=formats)
     options = parser.parse_args()
     shape = MODELS[options.model].shape
     assert shape
     shape = shape._replace(layers=options.layers or shape.layers)
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.formats:
-        if name in FLOATS:
-            write_gguf(shape, options.folder / f"{name}.gguf", GGMLQuantizationType[name])
-        else:
+        if name in PACKED:
             write_packed(shape, options.folder / name, PACKED[name])
+        else:
+            write_gguf(shape, options.folder / f"{name}.gguf", name)
 
 
 class Packed(NamedTuple):
@@ -125,8 +130,20 @@ def _floats(size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     return torch.empty(size).normal_(0, DEVIATION, generator=random).half()
 
 
-def write_gguf(shape: Shape, path: Path, type: GGMLQuantizationType) -> None:
-    """Write a GGUF file whose matrices are all of `type`."""
+def type_in(format: str, name: str, layers: int) -> GGMLQuantizationType:
+    """Return the type of the matrix that GGUF calls `name`, in a file of a type or mixture. The embedding is tied."""
+    if format not in MIXED:
+        return GGMLQuantizationType[format]
+    parts = name.split(".")
+    exact = name == "token_embd.weight"
+    if parts[0] == "blk" and parts[2] in ("attn_v", "ffn_down", "ffn_down_exps"):
+        number, eighth = int(parts[1]), layers // 8
+        exact = number < eighth or number >= 7 * layers // 8 or (number - eighth) % 3 == 2
+    return GGMLQuantizationType.Q6_K if exact else GGMLQuantizationType[MIXED[format]]
+
+
+def write_gguf(shape: Shape, path: Path, format: str) -> None:
+    """Write a GGUF file of a type or mixture."""
     writer = GGUFWriter(path, "llama", use_temp_file=True)
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.config()["max_position_embeddings"])
@@ -149,6 +166,7 @@ def write_gguf(shape: Shape, path: Path, type: GGMLQuantizationType) -> None:
         if len(size) == 1:
             writer.add_tensor(stored, np.ones(size, np.float32))
         else:
+            type = type_in(format, stored, shape.layers)
             writer.add_tensor(stored, _blocks(size[0], size[1], type, random), raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -4,9 +4,9 @@ A `QuantizedWeight` has quants of 4 or 8 bits:
 
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // group_size
 
-Without mins, all quants of a weight have one zero point: min = -zero_point * scale. GGUF's Q4_0, Q4_1 and Q8_0 are of
-this form, and GPTQ and AWQ. `RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits. table_weight.py has
-those with tables.
+Without mins, all quants of a weight have one zero point: min = -zero_point * scale. GPTQ and AWQ are of this form.
+`RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits. gguf_weight.py has those of blocks of GGUF's types,
+table_weight.py those with tables.
 
 Nothing is copied before it is packed: tensors may be memory maps of files, with quants as the files have them, and
 floats that have to be computed from something else are `Rows`.
@@ -19,15 +19,15 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.gguf_weight import GGUFWeight
 from kernels.table_weight import TableWeight
 
 QUANT_GROUP_SIZE = 32
-"""Inputs that share a scale in GGUF, and in a packed weight; in other formats a multiple of them does."""
+"""Inputs that share a scale in a packed weight; in checkpoints, a multiple of them may."""
 
-Layout = Literal["rows", "gguf", "gptq", "awq"]
+Layout = Literal["rows", "gptq", "awq"]
 """Layouts of quants: (out, in) uint8, or as csrc/quantized_packing.cpp describes them."""
 
-_ZERO_POINT = 128  # of 8 bits that were 4
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _BLOCK = 2**22  # elements of `Rows` that are computed at once
 
@@ -79,8 +79,6 @@ class QuantizedWeight(NamedTuple):
         match self.layout:
             case "rows":
                 inputs = self.quants.shape[1]
-            case "gguf":
-                inputs = self.quants.shape[1] * QUANT_GROUP_SIZE
             case "gptq":
                 inputs = len(self.quants) * 32 // self.bits
             case "awq":
@@ -113,9 +111,6 @@ class QuantizedWeight(NamedTuple):
         match self.layout:
             case "rows":
                 return self.quants
-            case "gguf":
-                quants = self.quants ^ 0x80 if self.bits == 8 else torch.cat((self.quants & 15, self.quants >> 4), -1)
-                return quants.flatten(1)
             case "gptq":
                 quants = unpack_words(self.quants.T.contiguous(), self.bits)
             case "awq":
@@ -197,37 +192,24 @@ def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
     return result
 
 
-def stack(weights: Sequence[QuantizedWeight | StackedWeight]) -> QuantizedWeight | StackedWeight | None:
-    """Return one weight with the outputs of all `weights`; None if their inputs are in different orders.
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | StackedWeight | None:
+    """Return one weight with the outputs of all `parts`, which have one layout and as many bits; None if their inputs
+    are in different orders.
 
-    Those of different formats are converted to the more general one: 8 bits, and mins. Both conversions are exact,
-    except for mins of a zero point that is not a power of two, which are rounded to float16.
+    If their zero points differ, or one has mins, all get mins. That is exact, except for mins of a zero point that is
+    not a power of two, which are rounded to float16.
     """
-    parts = [part for weight in weights for part in weight.parts]
     if len(parts) == 1:
         return parts[0]
     if not all(_equal(part.order, parts[0].order) for part in parts):
         return None
-    if len({part.bits for part in parts}) > 1:
-        parts = [_with_eight_bits(part) for part in parts]
     if len({(part.zero_point, part.mins is None) for part in parts}) > 1:
         parts = [_with_mins(part) for part in parts]
-    if len({(part.layout, part.group_size) for part in parts}) > 1:
-        parts = [part.unpacked() for part in parts]
     return StackedWeight(parts)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def _with_eight_bits(weight: QuantizedWeight) -> QuantizedWeight:
-    if weight.bits == 8:
-        return weight
-    weight = weight.unpacked()._replace(bits=8)
-    if weight.mins is not None:
-        return weight
-    return weight._replace(quants=weight.quants + (_ZERO_POINT - weight.zero_point), zero_point=_ZERO_POINT)
 
 
 def _with_mins(weight: QuantizedWeight) -> QuantizedWeight:
@@ -251,5 +233,5 @@ def unpack_awq(packed: Tensor) -> Tensor:
     return quants.flatten(0, 1)
 
 
-Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight | StackedWeight | TableWeight
+Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight | StackedWeight | GGUFWeight | TableWeight
 """What `pack_linear` takes, (out, in)."""

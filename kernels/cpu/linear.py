@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.gguf_weight import GGUFWeight
 from kernels.quantized import (
     QUANT_GROUP_SIZE,
     FloatWeight,
@@ -88,6 +89,11 @@ def pack_linear(weight: Weight) -> Packed:
     if isinstance(weight, TableWeight):
         codes, tables = [part.codes for part in weight.parts], [part.tables for part in weight.parts]
         return PackedTableWeight(torch.ops.quire.pack_tables(codes, tables), *weight.shape, list(weight.outliers or ()))
+    if isinstance(weight, GGUFWeight):
+        blocks, types = [part.blocks for part in weight.parts], [int(part.type) for part in weight.parts]
+        first_groups = [part.first // QUANT_GROUP_SIZE for part in weight.parts]
+        records, *format = torch.ops.quire.pack_blocks(blocks, types, first_groups, weight.shape[1])
+        return PackedQuantizedWeight(records, weight.shape[0], tuple(format))
     parts = weight.parts
     quants, scales = [part.quants for part in parts], [part.scales for part in parts]
     mins = [part.mins for part in parts if part.mins is not None]

@@ -1,6 +1,6 @@
-"""Reads the data of tensors, as floats or as quants. The `gguf` package dequantises blocks.
+"""Reads the data of tensors, as floats or as blocks. The `gguf` package dequantises blocks.
 
-Some thousands of blocks are dequantised or unpacked at once, as many as fit into a core's cache. Smaller chunks, as in
+Some thousands of blocks are dequantised at once, as many as fit into a core's cache. Smaller chunks, as in
 the package, would spend most of the time in Python, and larger ones in memory. Several threads share the chunks of a
 large tensor.
 """
@@ -8,7 +8,7 @@ large tensor.
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf.quants
 import numpy as np
@@ -19,7 +19,7 @@ from shared.errors import ModelError
 from shared.gguf.header import StoredTensor
 
 CHUNK = 2**18
-"""Values that are dequantised or unpacked in one call."""
+"""Values that are dequantised in one call."""
 
 MIN_SHARED_CHUNKS = 16
 """The number of chunks from which threads are used. In smaller tensors they mostly wait for the interpreter's lock."""
@@ -30,8 +30,6 @@ FLOAT_TYPES: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F64: np.dtype("<f8"),
 }
 """Types that are not quantised."""
-
-_ZERO_POINTS = {GGMLQuantizationType.Q4_0: 8, GGMLQuantizationType.Q4_1: 0, GGMLQuantizationType.Q8_0: 128}
 
 
 def check_type(tensor: StoredTensor) -> None:
@@ -83,45 +81,6 @@ def dequantize_rows(
 def is_mapped(tensor: StoredTensor) -> bool:
     """Return whether `read_tensor` maps the tensor, rather than dequantising it."""
     return tensor.type in FLOAT_TYPES
-
-
-class QuantizedMatrix(NamedTuple):
-    """A quantised matrix in a file: value = scale * (quant - zero_point), or scale * quant + min.
-
-    With 4 bits, the quants of a group are 16 bytes, whose low halves are the first 16 quants and whose high halves are
-    the rest. With 8 bits they are 32 signed bytes, and the zero point is that of unsigned ones.
-    """
-
-    bits: int
-    quants: NDArray[np.uint8]  # (rows, columns / 32, bytes of a group)
-    scales: NDArray[np.float16]  # (rows, columns / 32)
-    mins: NDArray[np.float16] | None  # (rows, columns / 32)
-    zero_point: int  # used if there are no mins
-
-    def rows(self, rows: slice) -> "QuantizedMatrix":
-        """Return some rows."""
-        mins = None if self.mins is None else self.mins[rows]
-        return self._replace(quants=self.quants[rows], scales=self.scales[rows], mins=mins)
-
-
-def is_simple_quantized(tensor: StoredTensor) -> bool:
-    """Return whether a tensor's type is one of those that `map_quantized` knows: Q4_0, Q4_1 or Q8_0."""
-    return tensor.type in _ZERO_POINTS
-
-
-def map_quantized(tensor: StoredTensor, expert: int | None = None, region: Region = ()) -> QuantizedMatrix | None:
-    """Return what `region`, which takes whole blocks, takes of the quantised matrix, or of an expert's along the first
-    dimension; None for other types.
-
-    A block is a scale (float16), a min (float16, Q4_1 only), and then the quants of a group.
-    """
-    if not is_simple_quantized(tensor):
-        return None
-    blocks = map_blocks(tensor, expert, region)
-    bits = 8 if tensor.type == GGMLQuantizationType.Q8_0 else 4
-    floats = blocks[..., :4].view(np.float16)
-    mins = floats[..., 1] if tensor.type == GGMLQuantizationType.Q4_1 else None
-    return QuantizedMatrix(bits, blocks[..., -4 * bits :], floats[..., 0], mins, _ZERO_POINTS[tensor.type])
 
 
 def _dequantize(

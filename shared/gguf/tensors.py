@@ -21,12 +21,10 @@ from shared.errors import ModelError
 from shared.gguf.header import Header, StoredTensor
 from shared.gguf.shapes import SHAPES
 from shared.gguf.tensor_data import (
-    QuantizedMatrix,
     Region,
     check_type,
     dequantize_rows,
     map_blocks,
-    map_quantized,
     read_tensor,
 )
 
@@ -82,19 +80,17 @@ class GGUFTensor(Struct, frozen=True):
             order = halves_from_pairs(np.arange(count), self._heads_in(count))[rows]
         return dequantize_rows(self.stored, self.expert, order, threads, region)
 
-    def map_quantized(self, region: Region = ()) -> list[QuantizedMatrix] | None:
-        """Return what `region` takes of the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not
-        read its type so. The region's outputs are whole heads, and its inputs whole blocks.
-
-        It comes in parts whose rows follow one another in Hugging Face's order.
+    def map_matrix(self, region: Region = ()) -> list[NDArray[np.uint8]]:
+        """Return the blocks (outputs, n, bytes) of what `region` takes of the matrix (outputs, inputs), as `map_blocks`
+        does, in parts whose rows follow one another in Hugging Face's order. The region's outputs are whole heads.
         """
-        matrix = map_quantized(self.stored, self.expert, region)
-        if matrix is None or self.subtract or not self.heads:
-            return None if matrix is None or self.subtract else [matrix]
-        count = len(matrix.quants)
+        blocks = map_blocks(self.stored, self.expert, region)
+        if not self.heads:
+            return [blocks]
+        count = len(blocks)
         rows = count // self._heads_in(count)  # of a head
         halves = ((first + half, first + rows) for first in range(0, count, rows) for half in (0, 1))
-        return [matrix.rows(slice(start, end, 2)) for start, end in halves]
+        return [blocks[start:end:2] for start, end in halves]
 
     def _stored(self, region: Region) -> Region:
         return region[::-1] if self.transposed else region

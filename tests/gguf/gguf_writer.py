@@ -4,6 +4,7 @@
 """
 
 import struct
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.gguf.random_blocks import random_blocks
 
 TypeOf = Callable[[str], GGMLQuantizationType]
 """Maps GGUF's name of a matrix to the type that it is stored in."""
@@ -182,9 +185,18 @@ def add_tensors(writer: GGUFWriter, model: PreTrainedModel, types: TypeOf, other
         if name in others:
             continue
         type = types(name) if stored.ndim > 1 else GGMLQuantizationType.F32
-        written = quants.quantize(stored, type)
+        written = blocks_of(stored, type)
         writer.add_tensor(name, written, raw_dtype=type)
         put_back(quants.dequantize(written.view(np.uint8) if written.dtype != np.uint8 else written, type))
+
+
+def blocks_of(values: NDArray[np.float32], type: GGMLQuantizationType) -> NDArray[Any]:
+    """Return values in a type, or blocks of random values of their size if the `gguf` package cannot quantise to it."""
+    try:
+        return quants.quantize(values, type)
+    except NotImplementedError:
+        random = np.random.default_rng(zlib.crc32(values.tobytes()))
+        return random_blocks(type, values.shape, random, float(values.std())).reshape(*values.shape[:-1], -1)
 
 
 def stored_tensors(

@@ -9,12 +9,13 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
+from benchmarks.quantized_checkpoints import type_in
 from kernels.cpu import extension
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
 from tests.gguf import transformers_reference
-from tests.gguf.gguf_writer import write
+from tests.gguf.gguf_writer import TypeOf, write
 from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from tests.models.tiny_models import Forward, llama, reference_logits
 
@@ -28,6 +29,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
 LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0 + at for at in range(8)]}  # TOKENS are more than 32
+BLOCKS_256 = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+BLOCKS_256 |= {"initializer_range": 0.15}
+"""Sizes of a model whose rows are whole blocks of 256, as the K types need."""
+
 PHI = {name: size for name, size in WIDE.items() if name != "head_dim"}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -118,17 +123,39 @@ def test_each_type_of_weights(type_name: str, tmp_path: Path) -> None:
 
 
 def plain_blocks(name: str) -> GGMLQuantizationType:
-    """Return a type that matmuls take as it is stored. Matrices that are joined have different types."""
-    return GGMLQuantizationType[("Q4_0", "Q8_0", "Q4_1")[sum(name.encode()) % 3]]
+    """Return a type of blocks of 32 that matmuls take. Matrices that are joined have different types."""
+    return GGMLQuantizationType[("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")[sum(name.encode()) % 6]]
+
+
+def k_types(name: str) -> GGMLQuantizationType:
+    """Return a type of blocks of 256 that matmuls take. Matrices that are joined have different types."""
+    return GGMLQuantizationType[("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")[sum(name.encode()) % 6]]
+
+
+def q4_k_m(name: str) -> GGMLQuantizationType:
+    """Return the type in files of Q4_K_M, of three layers: v and down are in Q4_K in some, and in Q6_K in others."""
+    return type_in("Q4_K_M", name, 3)
+
+
+QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], TypeOf]] = {
+    **{name: (MODELS[name], plain_blocks) for name in ("llama", "mixtral", "qwen2", "gpt2")},
+    "llama, K types": (lambda: llama(**BLOCKS_256), k_types),
+    "qwen2, K types": (lambda: qwen2(**BLOCKS_256), k_types),
+    "llama, Q4_K_M": (lambda: llama(**BLOCKS_256), q4_k_m),
+    "llama, tied, Q4_K_M": (lambda: llama(**BLOCKS_256, tie_word_embeddings=True), q4_k_m),
+    "mixtral, Q4_K_M": (lambda: mixtral(**BLOCKS_256), q4_k_m),
+    "gpt2, Q4_K_M": (lambda: gpt2(n_embd=256, n_head=4), q4_k_m),
+}
 
 
 @compiled
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_by_default_a_files_own_blocks_are_computed_with(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MODELS[name]()
-    forward = Forward(model_folder(write(model, tmp_path / "model.gguf", plain_blocks), tmp_path / "cache"))
+    make, types = QUANTIZED[name]
+    model = make()
+    forward = Forward(model_folder(write(model, tmp_path / "model.gguf", types), tmp_path / "cache"))
     assert (forward.precision.name, forward.dtype) == ("gguf", torch.bfloat16)
     forward.enter(0, TOKENS, range(11))
     (ours,) = forward.step((0, 0, len(TOKENS)))
@@ -145,17 +172,17 @@ def test_types_that_are_not_computed_with_are_dequantised_and_named(
     model = llama(**WIDE)
 
     def some(name: str) -> GGMLQuantizationType:
-        return GGMLQuantizationType["Q5_0" if name == "blk.1.ffn_down.weight" else "Q8_0"]
+        return GGMLQuantizationType["MXFP4" if name == "blk.1.ffn_down.weight" else "Q8_0"]
 
     folder = model_folder(write(model, tmp_path / "model.gguf", some), tmp_path / "cache")
     assert Forward(folder).precision.name == "gguf"
     assert "1 tensors are dequantised, model.layers.1.mlp.down_proj.weight the first" in caplog.text
     caplog.clear()
     other = model_folder(
-        write(model, tmp_path / "other.gguf", lambda name: GGMLQuantizationType.Q5_0), tmp_path / "cache"
+        write(model, tmp_path / "other.gguf", lambda name: GGMLQuantizationType.MXFP4), tmp_path / "cache"
     )
     assert Forward(other).precision.name == "float32"
-    assert "are dequantised: to compute with them as they are needs a GGUF file with blocks of Q4_0" in caplog.text
+    assert "are dequantised: to compute with them as they are needs a GGUF file with blocks of Q2_K to" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2"])

@@ -8,6 +8,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
+from benchmarks.quantized_checkpoints import type_in
 from kernels.cpu import extension
 from services.worker.parallel_config import ONE_RANK
 from shared.gguf.folder import model_folder
@@ -53,11 +54,20 @@ PACKED = {
 }
 
 
+# Two ranks have whole groups of 32 inputs, and parts of blocks of 256.
+WIDER = SIZES | {"hidden_size": 256, "intermediate_size": 768, "initializer_range": 0.15}
+
+
 def gguf_type(name: str) -> GGMLQuantizationType:
     """Return a type: one that matmuls take for most matrices, and one that is dequantised for some."""
     if "norm" in name or "ffn_down" in name:
-        return GGMLQuantizationType.F32 if "norm" in name else GGMLQuantizationType.Q5_1
+        return GGMLQuantizationType.F32 if "norm" in name else GGMLQuantizationType.MXFP4
     return GGMLQuantizationType.Q4_0 if "attn" in name else GGMLQuantizationType.Q8_0
+
+
+def q4_k_m(name: str) -> GGMLQuantizationType:
+    """Return the type in files of Q4_K_M."""
+    return type_in("Q4_K_M", name, 3)
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +126,16 @@ def test_two_ranks_have_slices_of_quantised_weights(tmp_path: Path) -> None:
     plain = save(llama(**WIDE, attention_bias=True), tmp_path / "plain")
     folders = {name: save_packed(llama(**WIDE), tmp_path / name, scheme) for name, scheme in PACKED.items()}
     folders["gpt2, gptq"] = save_packed(gpt2(n_embd=64, n_head=4), tmp_path / "gpt2", Scheme())
-    for name, model in {
-        "gguf": llama(**WIDE),
-        "gguf, parts of blocks": llama(**WIDE | {"intermediate_size": 96}),
-        "gguf, gpt2": gpt2(n_embd=64, n_head=4),
+    for name, (model, types) in {
+        "gguf": (llama(**WIDE), gguf_type),
+        "gguf, parts of groups": (llama(**WIDE | {"intermediate_size": 96}), gguf_type),
+        "gguf, gpt2": (gpt2(n_embd=64, n_head=4), gguf_type),
+        "gguf, Q4_K_M": (llama(**WIDER), q4_k_m),
     }.items():
-        folders[name] = model_folder(write(model, tmp_path / f"{name}.gguf", gguf_type), tmp_path / "cache")
+        folders[name] = model_folder(write(model, tmp_path / f"{name}.gguf", types), tmp_path / "cache")
     cases = [Case(f"{name}, exact", folder, {"dtype": "float32"}) for name, folder in folders.items()]
     if extension.load():
-        del folders["gguf, parts of blocks"]
+        del folders["gguf, parts of groups"]
         cases += [Case(name, folder, {"quantization": "auto"}) for name, folder in folders.items()]
         cases += [Case(name, plain, {"quantization": name}) for name in ("int8", "int4")]
     cases += [Case("int8 cache", plain, {"kv_cache_dtype": "int8"})]

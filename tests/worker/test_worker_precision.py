@@ -86,7 +86,7 @@ def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: A
     assert "family" in str(reason(own, native=False))
     assert reason(own, quantized_weights=False) == "the kernels compiled for this CPU"
     assert "not on GPUs yet" in str(reason(own, CUDA, quantized_weights=False))
-    assert "Q4_0" in str(reason("other"))
+    assert "Q8_0" in str(reason("other"))
     assert reason(own, quantized_weights=False, dtype="float32") is None
     assert reason(own, quantized_weights=False, quantization="none") is None
 

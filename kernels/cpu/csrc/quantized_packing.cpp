@@ -2,8 +2,6 @@
 // mapped file. The parts of a weight follow one another. Their layouts are:
 //
 //     rows   (out, in) uint8
-//     gguf   (out, in / 32, 32) signed bytes, or with 4 bits (out, in / 32, 16) uint8: byte i has the quant of input i of
-//            the group in its low half, and that of input 16 + i in its high half
 //     gptq   (in * bits / 32, out) int32: quants of neighbouring inputs, the lowest bits first
 //     awq    (in, out / 8) int32: quants of the outputs 0 2 4 6 1 3 5 7 of each eight, the lowest bits first
 //
@@ -19,53 +17,19 @@
 #include "matrix.h"
 #include "panel_memory.h"
 #include "parts.h"
+#include "quant_tile.h"
 
 namespace quire {
 namespace {
 
-constexpr int QUADS = QUANT_GROUP_SIZE / 4;
-
-// The quants of a group and a panel, a byte each: word (s, lane) has those of the inputs 4 s .. 4 s + 3.
-using Tile = uint32_t[QUADS][PANEL];
-
-// Outputs of a part which lie in one panel: `count` of them, from `first` on, in the lanes from `lane` on.
-struct Lanes {
-    int64_t first;
-    int lane, count;
-};
-
-uint32_t word_at(const uint8_t* bytes) {
-    uint32_t word;
-    std::memcpy(&word, bytes, 4);
-    return word;
-}
-
-// `flip` turns signed bytes into unsigned ones.
 struct Bytes {
     const uint8_t* data;
-    int64_t output_stride, group_stride;
-    uint32_t flip;
+    int64_t output_stride;
 
     void unpack(int64_t group, const Lanes& lanes, Tile& tile) const {
         for (int j = 0; j < lanes.count; j++) {
-            const uint8_t* quants = data + (lanes.first + j) * output_stride + group * group_stride;
-            for (int s = 0; s < QUADS; s++) tile[s][lanes.lane + j] = word_at(quants + 4 * s) ^ flip;
-        }
-    }
-};
-
-struct Halves {
-    const uint8_t* data;
-    int64_t output_stride, group_stride;
-
-    void unpack(int64_t group, const Lanes& lanes, Tile& tile) const {
-        for (int j = 0; j < lanes.count; j++) {
-            const uint8_t* quants = data + (lanes.first + j) * output_stride + group * group_stride;
-            for (int s = 0; s < QUADS / 2; s++) {
-                uint32_t word = word_at(quants + 4 * s);
-                tile[s][lanes.lane + j] = word & 0x0f0f0f0f;
-                tile[s + QUADS / 2][lanes.lane + j] = word >> 4 & 0x0f0f0f0f;
-            }
+            const uint8_t* quants = data + (lanes.first + j) * output_stride + group * QUANT_GROUP_SIZE;
+            for (int s = 0; s < QUADS; s++) tile[s][lanes.lane + j] = word_at(quants + 4 * s);
         }
     }
 };
@@ -147,44 +111,31 @@ struct GroupNumbers {
     }
 };
 
-void store(const Tile& tile, int bits, const Lanes& lanes, uint8_t* record) {
-    for (int s = 0; s < QUADS * bits / 8; s++)
-        for (int lane = lanes.lane; lane < lanes.lane + lanes.count; lane++) {
-            uint32_t word = bits == 8 ? tile[s][lane] : tile[s][lane] | tile[s + QUADS / 2][lane] << 4;
-            std::memcpy(record + (s * PANEL + lane) * 4, &word, 4);
-        }
-}
-
 // Calls f(layout) with how the quants of a part are laid out.
 template <class F>
 void with_layout(const at::Tensor& quants, std::string_view name, int bits, const int64_t* order, F&& f) {
     const void* data = quants.const_data_ptr();
     auto* bytes = static_cast<const uint8_t*>(data);
     auto* words = static_cast<const uint32_t*>(data);
-    if (name == "rows") return f(Bytes{bytes, quants.stride(0), QUANT_GROUP_SIZE, 0});
-    if (name == "gguf" && bits == 8) return f(Bytes{bytes, quants.stride(0), quants.stride(1), 0x80808080});
-    if (name == "gguf") return f(Halves{bytes, quants.stride(0), quants.stride(1)});
+    if (name == "rows") return f(Bytes{bytes, quants.stride(0)});
     if (name == "gptq") return f(GptqWords{words, quants.stride(0), bits, order});
     f(AwqWords{words, quants.stride(0), order});
 }
 
 void check_part(const at::Tensor& quants, const at::Tensor& scales, std::string_view layout, int64_t bits,
                 int64_t inputs, int64_t group_size) {
-    int64_t outputs = scales.size(0), groups = inputs / QUANT_GROUP_SIZE;
+    int64_t outputs = scales.size(0);
     TORCH_CHECK(scales.scalar_type() == at::kHalf && scales.dim() == 2, "scales must be (out, n) float16");
     TORCH_CHECK(scales.size(1) == (inputs + group_size - 1) / group_size, "a scale for each group");
     bool of_words = layout == "gptq" || layout == "awq";
     TORCH_CHECK(quants.scalar_type() == (of_words ? at::kInt : at::kByte), "quants are bytes, or words of int32");
-    TORCH_CHECK(quants.stride(-1) == 1 || quants.size(-1) <= 1, "quants, words or blocks must be side by side");
+    TORCH_CHECK(quants.stride(-1) == 1 || quants.size(-1) <= 1, "quants or words must be side by side");
     if (layout == "rows") {
         TORCH_CHECK(quants.sizes() == at::IntArrayRef({outputs, inputs}), "a quant for each output and input");
-    } else if (layout == "gguf") {
-        int64_t bytes = QUANT_GROUP_SIZE * bits / 8;
-        TORCH_CHECK(quants.sizes() == at::IntArrayRef({outputs, groups, bytes}), "a block for each output and group");
     } else if (layout == "gptq") {
         TORCH_CHECK(quants.sizes() == at::IntArrayRef({inputs * bits / 32, outputs}), "words for all inputs");
     } else {
-        TORCH_CHECK(layout == "awq" && bits == 4, "layouts are rows, gguf, gptq and awq of 4 bits");
+        TORCH_CHECK(layout == "awq" && bits == 4, "layouts are rows, gptq and awq of 4 bits");
         TORCH_CHECK(outputs % AwqWords::OUTPUTS == 0, "outputs must be a multiple of eight");
         TORCH_CHECK(quants.sizes() == at::IntArrayRef({inputs, outputs / AwqWords::OUTPUTS}), "words for all outputs");
     }
@@ -208,7 +159,7 @@ at::Tensor pack_quantized(at::TensorList quants, at::TensorList scales, at::Tens
     TORCH_CHECK(!order || (order->scalar_type() == at::kLong && order->is_contiguous() &&
                            order->numel() == inputs),
                 "an order of all inputs, int64");
-    int quant_bytes = PANEL * QUANT_GROUP_SIZE * int(bits) / 8, bytes = quant_bytes + PANEL * (mins.empty() ? 2 : 4);
+    int bytes = record_bytes(bits, !mins.empty());
     at::Tensor records = zero_panels({panels, groups, bytes}, at::kByte);
     uint8_t* data = records.mutable_data_ptr<uint8_t>();
     const int64_t* order_data = order ? order->const_data_ptr<int64_t>() : nullptr;
@@ -222,7 +173,7 @@ at::Tensor pack_quantized(at::TensorList quants, at::TensorList scales, at::Tens
                     Tile tile;
                     for (int64_t group = 0; group < groups; group++) {
                         uint8_t* record = data + (panel * groups + group) * bytes;
-                        fp16* tail = reinterpret_cast<fp16*>(record + quant_bytes);
+                        fp16* tail = reinterpret_cast<fp16*>(record + quant_bytes(bits));
                         part_quants.unpack(group, lanes, tile);
                         store(tile, int(bits), lanes, record);
                         part_scales.copy(group, lanes, tail);

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight, Rows, StackedWeight, stack
+from kernels.gguf_weight import PACKED_TYPES, GGUFPart, GGUFWeight
+from kernels.quantized import Rows
 from services.worker.checkpoint.config_json import ConfigJson
 from shared.gguf.damage import damage_as_model_error
 from shared.gguf.header import read_header
-from shared.gguf.tensor_data import QuantizedMatrix, Region, is_mapped, is_simple_quantized
+from shared.gguf.tensor_data import Region, is_mapped
 from shared.gguf.tensors import GGUFTensor, find_tensors
 
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,14 +41,18 @@ class GGUFWeights:
     @property
     def has_usable_blocks(self) -> bool:
         """True if some tensors are in a format that matmuls can use."""
-        return any(is_simple_quantized(tensor.stored) for tensor in self._tensors.values())
+        return any(tensor.stored.type in PACKED_TYPES for tensor in self._tensors.values())
 
-    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | StackedWeight | None:
-        """Return the matrix (outputs, inputs) with its quants in the file, or None if matmuls cannot use its format."""
-        matrices = self._tensors[name].map_quantized(region)
-        if matrices is None:
+    def get_quantized(self, name: str, region: Region = ()) -> GGUFWeight | None:
+        """Return the matrix (outputs, inputs) as blocks in the file, or None if matmuls cannot use their type."""
+        tensor = self._tensors[name]
+        type = tensor.stored.type
+        if type not in PACKED_TYPES:
             return None
-        return stack([_quantized_weight(matrix) for matrix in matrices])
+        inputs = region[1] if region else slice(0, tensor.matrix_shape[1])
+        first, count = inputs.start % GGML_QUANT_SIZES[type][0], inputs.stop - inputs.start
+        parts = [GGUFPart(type, torch.from_numpy(blocks), first, count) for blocks in tensor.map_matrix(region)]
+        return GGUFWeight(parts)
 
     def dequantized_rows(self, name: str, region: Region = ()) -> Rows | None:
         """Return the matrix (outputs, inputs) in float32; None if it is no matrix, or is mapped as it is."""
@@ -81,11 +87,3 @@ class _DequantizedRows:
     def __getitem__(self, rows: slice) -> Tensor:
         with damage_as_model_error(self._tensor.stored):
             return torch.from_numpy(self._tensor.read_rows(rows, torch.get_num_threads(), self._region))
-
-
-def _quantized_weight(matrix: QuantizedMatrix) -> QuantizedWeight:
-    bits, quants, scales, mins, zero_point = matrix
-    stored_mins = None if mins is None else torch.from_numpy(mins)
-    return QuantizedWeight(
-        bits, torch.from_numpy(quants), torch.from_numpy(scales), stored_mins, zero_point, layout="gguf"
-    )

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight, Rows, StackedWeight
+from kernels.gguf_weight import GGUFWeight
+from kernels.quantized import QuantizedWeight, Rows
 from kernels.table_weight import TableWeight
 from services.worker.checkpoint.gguf import GGUFWeights
 from services.worker.checkpoint.gptq_awq import GPTQAWQWeights
@@ -110,7 +111,7 @@ class WeightFiles:
         shard = self._shards[name]
         return isinstance(shard, _Packed) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
 
-    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | StackedWeight | TableWeight | None:
+    def get_quantized(self, name: str, region: Region = ()) -> QuantizedWeight | GGUFWeight | TableWeight | None:
         """Return what `region` takes of the matrix called `name` (outputs, inputs) with its quants, or None if matmuls
         cannot use them.
         """

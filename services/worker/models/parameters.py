@@ -17,6 +17,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from kernels.gguf_weight import GGUFWeight
 from kernels.quantized import (
     QUANT_GROUP_SIZE,
     FloatWeight,
@@ -216,7 +217,8 @@ def load_weights(
         weights = CheckpointWeights(files, sources, precision, device, report)
         yield weights
     if names := weights.dequantized:
-        reason = "matmuls take Q4_0, Q4_1, Q8_0, groups of 32 inputs, and tables, the same in all parts of one matrix"
+        kinds = "GGUF's Q2_K to Q8_0, IQ4_NL and IQ4_XS, groups of 32 inputs, and tables"
+        reason = f"matmuls take {kinds}, of one kind in all parts of a matrix"
         logger.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
 
 
@@ -230,13 +232,16 @@ def float_matrix(parts: Sequence[Rows], precision: Precision) -> FloatWeight | R
 
 
 def _joined(
-    parts: Sequence[QuantizedWeight | StackedWeight | TableWeight | None],
-) -> QuantizedWeight | StackedWeight | TableWeight | None:
+    parts: Sequence[QuantizedWeight | GGUFWeight | TableWeight | None],
+) -> QuantizedWeight | StackedWeight | GGUFWeight | TableWeight | None:
     """Return one weight with the outputs of all `parts`; None if matmuls cannot use it."""
     tables = [part for part in parts if isinstance(part, TableWeight)]
     if tables and len(tables) == len(parts):
         return TableWeight([inner for part in tables for inner in part.parts])
-    quantized = [part for part in parts if isinstance(part, QuantizedWeight | StackedWeight)]
+    blocks = [part for part in parts if isinstance(part, GGUFWeight)]
+    if blocks and len(blocks) == len(parts):
+        return GGUFWeight([inner for part in blocks for inner in part.parts])
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     return stack(quantized) if len(quantized) == len(parts) else None
 
 

@@ -27,7 +27,7 @@ _KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m
 Quantization = CheckpointQuantization | Literal["int8", "int4"]
 
 _DESCRIPTIONS: dict[CheckpointQuantization, str] = {
-    "gguf": "a GGUF file with blocks of Q4_0, Q4_1 or Q8_0",
+    "gguf": "a GGUF file with blocks of Q2_K to Q8_0, IQ4_NL or IQ4_XS",
     "gptq": "a checkpoint whose quantization_config says gptq",
     "awq": "a checkpoint whose quantization_config says awq",
     "squeezellm": "a checkpoint whose quantization_config says squeezellm",
