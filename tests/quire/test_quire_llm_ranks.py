@@ -57,6 +57,20 @@ def test_a_model_that_cannot_be_divided_is_named_and_leaves_nothing(folder: Path
     with pytest.raises(ModelError, match=r"--tensor-parallel-size 3: the model's attention heads, 4, cannot be"):
         LLM(folder, tensor_parallel_size=3, **SETTINGS)
     assert not ranks()
+    with pytest.raises(ModelError, match=r"a rank's 8 of 32 inputs are not whole groups"):  # which only ranks find
+        LLM(folder, tensor_parallel_size=4, **(SETTINGS | {"dtype": "auto", "quantization": "int8"}))
+    assert not ranks()
+
+
+def test_ranks_that_cannot_divide_the_heads_are_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred of them would fill the memory first."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("a group is started")
+
+    monkeypatch.setattr("quire.engine.GroupRunner", start)
+    with pytest.raises(ModelError, match=r"--tensor-parallel-size 100: the model's attention heads, 4, cannot be"):
+        LLM(folder, tensor_parallel_size=100, **SETTINGS)
 
 
 def test_too_few_gpus_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
