@@ -175,6 +175,12 @@ def test_every_knob_says_what_it_does_and_what_it_takes(
         assert "--policy {fcfs,priority}" in output
 
 
+def test_threads_are_bounded() -> None:
+    """The library that starts them would end the process, an LLM's caller included."""
+    with pytest.raises(ConfigError, match="--num-threads 1000000: Expected `int` <= 4096"):
+        resolve(WorkerConfig, {"num_threads": 1_000_000}, {})
+
+
 @pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, WorkerConfig, ServeConfig])
 def test_no_number_with_a_fraction_may_be_infinite(config: type[Struct]) -> None:
     """Clocks, timers and sizes in bytes cannot be: a service would end with a traceback when it comes to use one."""
