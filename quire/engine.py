@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from quire.group_runner import GroupRunner
+from quire.startup_checks import check_architecture
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core import Limits
 from services.scheduler.engine import Engine
@@ -20,6 +21,7 @@ from services.worker.config import WorkerConfig
 from services.worker.interface import PendingStep
 from services.worker.start import start_runner
 from shared.errors import EngineFailure, InvalidRequest, ModelError
+from shared.hub.checkpoint import locate
 from shared.protocol import AdapterLoaded, AdapterRefused, LoadAdapter, ModelInfo, ProgressRow, Submit, UnloadAdapter
 
 UNBOUNDED = 2**31 - 1  # requests that may wait: a bound would save nothing, since the caller holds them in memory
@@ -29,6 +31,8 @@ class InProcessEngine:
     """Loads the model, then runs the submitted requests step by step. It is not thread-safe."""
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
+        if worker.parallel.world_size > 1:
+            check_architecture(locate(worker.model, worker.revision, worker.download_dir), worker)
         self.runner = GroupRunner(worker) if worker.parallel.world_size > 1 else start_runner(worker)
         self._worker_info = self.runner.info
         on_cpu = self._worker_info.device.startswith("cpu")

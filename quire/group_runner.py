@@ -63,7 +63,7 @@ class GroupRunner:
         self._failure = ""  # why the group is of no use
         self._answers: list[tuple[int, Any]] = []  # of other ranks, that were not asked for yet
         stack = ExitStack()
-        self.close = weakref.finalize(self, stack.close)  # at the end of the interpreter too
+        self.close = weakref.finalize(self, _close, stack, os.getpid())  # at the end of the interpreter too
         folder = stack.enter_context(instance_folder())
         config = replace(config, rank=own, rendezvous=str(folder), local_rank=own, local_world_size=world_size)
         self._wakes, self._waker = socket.socketpair()
@@ -200,6 +200,12 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if came:
         handler(signal.SIGINT, came[-1])
+
+
+def _close(stack: ExitStack, process: int) -> None:
+    """End the group, unless this is a fork of the process that has it."""
+    if os.getpid() == process:
+        stack.close()
 
 
 def _wake(waker: socket.socket, _: "Future[Any]") -> None:

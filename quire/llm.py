@@ -124,6 +124,7 @@ class LLM:
         worker = resolve(WorkerConfig, arguments, vllm.own_variables(os.environ))
         text = resolve(GatewayConfig, arguments, {})
         parts = TextParts.load(text, locate(text.model, text.revision, text.download_dir))
+        self._process = os.getpid()
         self._world_size = worker.parallel.world_size
         self._name = text.served_model_name[0] if text.served_model_name else text.model or EMBEDDED
         self._lock = threading.Lock()
@@ -159,7 +160,7 @@ class LLM:
     def close(self) -> None:
         """Free the model's memory. The object cannot generate any more."""
         with self._lock:
-            if self._engine is not None:
+            if self._engine is not None and os.getpid() == self._process:
                 self._engine.close()
             self._engine = None
             self._queue.clear()
@@ -306,6 +307,8 @@ class LLM:
     def _running(self) -> InProcessEngine:
         if self._engine is None:
             raise QuireError("this LLM is closed")
+        if os.getpid() != self._process:  # a fork has none of its threads, for which a step would wait for ever
+            raise QuireError("this LLM was made before a fork, and works in the first process alone: make one here")
         return self._engine
 
     def _enqueue(self, requests: Sequence[PendingRequest]) -> list[str]:

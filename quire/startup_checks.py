@@ -62,18 +62,24 @@ def check_model(
     template does not parse or shows no messages. `tokenizer` is another folder for tokenizer and template; `template`
     replaces the latter.
     """
+    check_architecture(folder, worker)
     text_folder = tokenizer or folder
+    with damage_as_model_error(folder):
+        if worker.load_format != "dummy":
+            find_weights(folder, worker.load_format)
+    with damage_as_model_error(text_folder):
+        check_tokenizer_files(text_folder)
+        ChatTemplate.load(text_folder, special_tokens(text_folder), template).sanity_check()
+
+
+def check_architecture(folder: Path, worker: WorkerConfig) -> None:
+    """Raise `QuireError` if workers with these settings cannot compute a model of this kind, or not divide it."""
     with damage_as_model_error(folder):
         model, implementation = read_supported(folder, worker.model_impl)
         if not implementation.native:
             refuse_what_only_families_have(worker)
         if worker.parallel.world_size > 1:
             _check_division(model, worker.parallel)
-        if worker.load_format != "dummy":
-            find_weights(folder, worker.load_format)
-    with damage_as_model_error(text_folder):
-        check_tokenizer_files(text_folder)
-        ChatTemplate.load(text_folder, special_tokens(text_folder), template).sanity_check()
 
 
 def _check_division(model: ModelFolder, parallel: ParallelConfig) -> None:

@@ -268,7 +268,7 @@ def _from_variable(raw: str) -> list[str]:
 
 
 def _from_flag(knob: Knob, value: Any) -> Any:
-    if not _is_list(knob.type):
+    if not _is_list(knob.type) or not isinstance(value, str | Sequence):
         return value
     words = [value] if isinstance(value, str) else list(value)
     items = _json_list(words[0]) if len(words) == 1 else None

@@ -124,7 +124,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         ),
     ] = None
     num_threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=4096)] | None,
         Meta(description="Threads for computing on a CPU; unset: every core, or a worker's part of them."),
     ] = None
     tensor_parallel_size: Annotated[

@@ -57,6 +57,20 @@ def test_a_model_that_cannot_be_divided_is_named_and_leaves_nothing(folder: Path
     with pytest.raises(ModelError, match=r"--tensor-parallel-size 3: the model's attention heads, 4, cannot be"):
         LLM(folder, tensor_parallel_size=3, **SETTINGS)
     assert not ranks()
+    with pytest.raises(ModelError, match=r"a rank's 8 of 32 inputs are not whole groups"):  # which only ranks find
+        LLM(folder, tensor_parallel_size=4, **(SETTINGS | {"dtype": "auto", "quantization": "int8"}))
+    assert not ranks()
+
+
+def test_ranks_that_cannot_divide_the_heads_are_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred of them would fill the memory first."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("a group is started")
+
+    monkeypatch.setattr("quire.engine.GroupRunner", start)
+    with pytest.raises(ModelError, match=r"--tensor-parallel-size 100: the model's attention heads, 4, cannot be"):
+        LLM(folder, tensor_parallel_size=100, **SETTINGS)
 
 
 def test_too_few_gpus_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +164,36 @@ def test_ranks_end_with_their_script(folder: Path, kills: bool) -> None:
         script.communicate("")
         wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
         assert kills or script.returncode == 0
+
+
+FORK = """
+import os, sys
+from quire import LLM, SamplingParams
+from shared.errors import QuireError
+llm = LLM(sys.argv[1], kv_cache_memory=0.05, num_threads=1, device="cpu", tensor_parallel_size=int(sys.argv[2]))
+generate = lambda: llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+generate()
+pid = os.fork()
+if pid == 0:
+    try:
+        generate()
+    except QuireError as error:
+        if "made before a fork" in str(error):
+            if sys.argv[2] != "1":
+                llm._engine.runner.close()  # as the interpreter's end does, which torch would wait for
+            llm.close()
+            os._exit(5)
+    os._exit(3)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+generate()
+llm.close()
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_fork_can_neither_use_nor_end_an_llm(folder: Path, ranks: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", FORK, str(folder), ranks]
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 5, result.stderr

@@ -179,6 +179,18 @@ def test_every_knob_says_what_it_does_and_what_it_takes(
         assert "--policy {fcfs,priority}" in output
 
 
+@pytest.mark.parametrize("value", [5, object(), {"a": 1}, [5]])
+def test_an_argument_of_python_that_is_no_list_is_named(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"--served-model-name .*: Expected"):
+        resolve(GatewayConfig, {"served_model_name": value}, {})
+
+
+def test_threads_are_bounded() -> None:
+    """The library that starts them would end the process, an LLM's caller included."""
+    with pytest.raises(ConfigError, match="--num-threads 1000000: Expected `int` <= 4096"):
+        resolve(WorkerConfig, {"num_threads": 1_000_000}, {})
+
+
 @pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, WorkerConfig, ServeConfig])
 def test_no_number_with_a_fraction_may_be_infinite(config: type[Struct]) -> None:
     """Clocks, timers and sizes in bytes cannot be: a service would end with a traceback when it comes to use one."""
