@@ -1,4 +1,4 @@
-"""`make kubernetes-test`: runs the overlay for CPUs on podman, which takes Kubernetes' pods, claims, maps and secrets.
+"""`make kubernetes-test`: runs the overlay for CPUs on podman, which takes Kubernetes' pods, claims and maps.
 
 It builds the images, makes keys, and plays what `kubectl kustomize` prints: the engine's pod, and the gateway's, whose
 port stands for the Service's. While streams run it kills the worker, then every container of the engine's pod, and
@@ -46,35 +46,40 @@ STREAMS = 20
 BUILDING = 1800.0  # seconds at most
 NO_ENGINE = 75
 IMAGES = {"quire-gateway": "gateway", "quire-scheduler": "scheduler", "quire-worker": "worker-cpu"}  # their targets
-PLAYED = ("ConfigMap", "Secret", "PersistentVolumeClaim", "Pod")
+PLAYED = ("ConfigMap", "PersistentVolumeClaim", "Pod")
 
 Object = dict[str, Any]
 
 
-def pods(objects: Sequence[Object]) -> list[Object]:
-    """Return what podman plays of these objects: of each Deployment and StatefulSet its first pod, with its claims."""
-    played: list[Object] = []
+def pods(objects: Sequence[Object], prefix: str, keys: Path) -> list[Object]:
+    """Return what podman plays of these objects: of each Deployment and StatefulSet its first pod, with its claims.
+
+    Podman 4.3 mounts the base64 text of secrets, and no key below a folder, so folders in `keys` take their place. Volumes
+    get names with the prefix: podman gives two pods one volume if they call it the same.
+    """
+    played = [one for one in objects if one["kind"] in PLAYED]
     for one in objects:
-        if one["kind"] in PLAYED:
-            played.append(one)
         if one["kind"] not in ("Deployment", "StatefulSet"):
             continue
         name = f"{one['metadata']['name']}-0"
         template = one["spec"]["template"]
+        volumes = template["spec"]["volumes"]
         for claim in one["spec"].get("volumeClaimTemplates", []):
             volume = claim["metadata"]["name"]
-            claimed = f"{volume}-{name}"
-            played.append(
-                {
-                    "apiVersion": "v1",
-                    "kind": "PersistentVolumeClaim",
-                    "metadata": {"name": claimed},
-                    "spec": claim["spec"],
+            claimed = {"name": f"{prefix}-{volume}-{name}"}
+            kind = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+            played.append({**kind, "metadata": claimed, "spec": claim["spec"]})
+            volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claimed["name"]}})
+        mounts = [mount for container in template["spec"]["containers"] for mount in container["volumeMounts"]]
+        for volume in volumes:
+            if secret := volume.pop("secret", None):
+                volume["hostPath"] = {
+                    "path": str(keys / secret["secretName"].partition("-keys")[0]),
+                    "type": "Directory",
                 }
-            )
-            template["spec"]["volumes"].append({"name": volume, "persistentVolumeClaim": {"claimName": claimed}})
-        labels = template["metadata"]["labels"]
-        metadata = {"name": name, "labels": labels}
+        for named in [*volumes, *mounts]:
+            named["name"] = f"{prefix}-{name}-{named['name']}"
+        metadata = {"name": name, "labels": template["metadata"]["labels"]}
         played.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
     return played
 
@@ -85,8 +90,9 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.name = f"quire-test-{os.getpid()}"
         self.port = free_port()
+        self.keys = folder / "kubernetes/keys"
         self._folder = folder
-        self._files: list[Path] = []
+        self._pods: list[str] = []
 
     def podman(self, *argv: str, seconds: float = 60) -> str:
         """Run a command of podman and return its output. Raise `Failure` with it if it fails."""
@@ -94,25 +100,29 @@ class Cluster:
 
     def objects(self) -> list[Object]:
         """Return the objects of the overlay for CPUs, with keys made for them."""
-        copy = self._folder / "kubernetes"
+        copy = self.keys.parent
         shutil.copytree(KUBERNETES, copy)
-        make_keys(copy / "keys")
+        make_keys(self.keys)
+        for path in self.keys.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # containers run as another user
         text = execute(["kubectl", "kustomize", str(copy / "overlays/cpu")], 60, dict(os.environ))
         return [one for one in yaml.safe_load_all(text) if one]
 
     def play(self, objects: Sequence[Object]) -> None:
         """Start the pods."""
         self.podman("network", "create", self.name)
-        shared = [one for one in objects if one["kind"] != "Pod"]
         for pod in (one for one in objects if one["kind"] == "Pod"):
             name = pod["metadata"]["name"]
+            if name == "gateway-0":
+                pod["spec"]["containers"][0]["ports"][0] |= {"hostIP": "127.0.0.1", "hostPort": self.port}
+            claims = [volume.get("persistentVolumeClaim") for volume in pod["spec"]["volumes"]]
+            claimed = [claim["claimName"] for claim in claims if claim]
+            shared = [one for one in objects if one["kind"] == "ConfigMap" or one["metadata"]["name"] in claimed]
             file = self._folder / f"{name}.yaml"
             file.write_text(yaml.safe_dump_all([*shared, pod]))
-            service = name.removesuffix("-0")
-            publish = ["--publish", f"127.0.0.1:{self.port}:8000"] if service == "gateway" else []
-            network = f"{self.name}:alias={service}"
-            self._files.append(file)
-            self.podman("kube", "play", "--network", network, *publish, str(file), seconds=STARTING)
+            network = f"{self.name}:alias={name.removesuffix('-0')}"
+            self._pods.append(name)
+            self.podman("kube", "play", "--network", network, str(file), seconds=STARTING)
 
     def pid(self, pod: str, container: str) -> int:
         """Return the process of a container, 0 while it does not run."""
@@ -139,9 +149,10 @@ class Cluster:
 
     def remove(self) -> None:
         """Take down what was played."""
-        for file in self._files:
-            with suppress(Failure):
-                self.podman("kube", "down", "--force", str(file), seconds=120)
+        with suppress(Failure):
+            self.podman("pod", "rm", "--force", *self._pods, seconds=120)
+            volumes = self.podman("volume", "ls", "--quiet").split()
+            self.podman("volume", "rm", *(volume for volume in volumes if self.name in volume))
         with suppress(Failure):
             self.podman("network", "rm", "--force", self.name)
 
@@ -177,7 +188,7 @@ def main() -> int:
 def test(cluster: Cluster) -> None:
     """Test the overlay for CPUs. Raise `Failure`."""
     with step("the engine's pod and a gateway's are played"):
-        cluster.play(pods(cluster.objects()))
+        cluster.play(pods(cluster.objects(), cluster.name, cluster.keys))
     health = f"http://127.0.0.1:{cluster.port}/health"
     with step("the gateway reaches an engine that is ready"):
         until(lambda: answers(health), "the gateway is not ready")
