@@ -54,8 +54,8 @@ Object = dict[str, Any]
 def pods(objects: Sequence[Object], prefix: str, keys: Path) -> list[Object]:
     """Return what podman plays of these objects: of each Deployment and StatefulSet its first pod, with its claims.
 
-    Podman 4.3 mounts the base64 text of secrets, and no key below a folder, so folders in `keys` take their place. Volumes
-    get names with the prefix: podman gives two pods one volume if they call it the same.
+    Podman 4.3 mounts the base64 text of secrets, and no key below a folder, so folders in `keys` take their place.
+    Volumes get names with the prefix: podman gives two pods one volume if they call it the same.
     """
     played = [one for one in objects if one["kind"] in PLAYED]
     for one in objects:
