@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from benchmarks.peers.models import MODELS, Shape
 from benchmarks.peers.random_weights import DEVIATION, LAYERS_PER_FILE, Tensors, write_files
 from benchmarks.quantized_matmuls import outliers
-from kernels.table_weight import CODES, TABLE_SIZE
+from kernels.table_weight import CODES_PER_WORD, TABLE_SIZE
 
 GROUP_SIZE = 128
 
@@ -107,7 +107,7 @@ def _awq(outputs: int, inputs: int, random: torch.Generator) -> Tensors:
 
 def _squeezellm(outputs: int, inputs: int, random: torch.Generator, *, sparse: bool) -> Tensors:
     tensors = {
-        "qweight": _words(inputs // CODES, outputs, random),
+        "qweight": _words(inputs // CODES_PER_WORD, outputs, random),
         "lookup_table": _floats((outputs, TABLE_SIZE), random),
     }
     if sparse:
