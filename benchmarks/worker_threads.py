@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from services.worker.config import WorkerConfig
+from services.worker.cpu_tuning import pin_threads
 from services.worker.interface import Runner
 from services.worker.start import start_runner
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
@@ -70,6 +71,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, int, int, float,
         kv_cache_dtype=options.kv_cache_dtype,
     )
     runner = start_runner(config)
+    pin_threads()
     model, positions = runner.info.model, max(options.context + options.steps, options.prefill)
     if model.vocab_size < VOCABULARY or model.max_positions < positions:
         raise SystemExit(f"this measures models of {VOCABULARY} tokens and {positions} positions at least")

@@ -16,6 +16,7 @@ from shared.transport import check_exposure
 
 def main(argv: Sequence[str]) -> int:
     """Load the model and serve until told to stop. Return the exit status."""
+    _spin_briefly()
     start_logging()
     try:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
@@ -37,6 +38,17 @@ def main(argv: Sequence[str]) -> int:
         return status
     except QuireError as error:
         return report_error("worker", error)
+
+
+def _spin_briefly() -> None:
+    """Let no compute thread that waits for others spin for long, unless the user decides that.
+
+    The worker shares its CPUs with the gateway, the scheduler and the clients, and a spinning thread may keep the one
+    that it waits for from running. Half a millisecond bridges the gaps within a step; libgomp's default is thirty times
+    that (benchmarks/results/worker_threads.md). libgomp reads the variable when torch is loaded.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """The offline engine keeps a GPU's next plan ready, gives a CPU one plan at a time, and never shortens a step."""
 
+import os
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -72,3 +76,18 @@ def test_an_engine_that_is_reset_forgets_what_is_in_flight(monkeypatch: pytest.M
         engine.step()
         engine.reset([id])
     assert not engine.engine.unfinished
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (("-m", "services.worker", "--model=/nowhere"), 10_000),
+        (("-c", "import services.worker, quire.llm"), 300_000),
+    ],
+)
+def test_only_in_a_workers_process_do_compute_threads_soon_sleep(arguments: tuple[str, ...], count: int) -> None:
+    """libgomp itself says what it goes by, as torch is loaded. 300,000 is its default."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert f"GOMP_SPINCOUNT = '{count}'" in done.stderr
