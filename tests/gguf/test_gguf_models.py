@@ -1,5 +1,6 @@
 """Compares models in GGUF files in Quire's worker with transformers, with the same (dequantised) weights."""
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from benchmarks.quantized_checkpoints import type_in
 from kernels.cpu import extension
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
+from shared.errors import ModelError
 from shared.gguf.folder import model_folder
+from shared.gguf.header import read_header
 from tests.gguf import transformers_reference
 from tests.gguf.gguf_writer import TypeOf, write
 from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
@@ -163,6 +166,16 @@ def test_by_default_a_files_own_blocks_are_computed_with(
     # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.
     assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
     assert not caplog.records
+
+
+@compiled
+def test_a_block_that_is_not_finite_is_found_when_the_model_is_loaded(tmp_path: Path) -> None:
+    path = write(llama(**BLOCKS_256), tmp_path / "model.gguf", q4_k_m)
+    with path.open("r+b") as file:
+        file.seek(read_header(path).tensors["blk.1.ffn_down.weight"].offset)
+        file.write(struct.pack("<e", float("inf")))  # the scale of its first block
+    with pytest.raises(ModelError, match="logits are not finite: weights are broken"):
+        Forward(model_folder(path, tmp_path / "cache"))
 
 
 @compiled
