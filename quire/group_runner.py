@@ -54,7 +54,10 @@ class GroupRunner:
     def __init__(self, config: WorkerConfig) -> None:
         """Raise `ConfigError`, `ModelError` or `EngineFailure` if the ranks cannot be started."""
         if dist.is_initialized():
-            raise ConfigError("a process can have one LLM of several ranks at a time: close() the other one first")
+            raise ConfigError(
+                "a process can have one LLM of several ranks at a time, and no other group of torch.distributed: close() the "
+                "other one first"
+            )
         own, world_size = config.parallel.sampling_rank, config.parallel.world_size
         others = [rank for rank in range(world_size) if rank != own]
         # The first GPU is for this process.
