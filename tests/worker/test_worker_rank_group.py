@@ -103,7 +103,7 @@ def test_a_rank_that_is_not_connected_computes_alone() -> None:
 @pytest.mark.parametrize("rendezvous", ["", "/no/such/folder", "host", "host:x"])
 def test_a_place_that_is_none_is_refused_before_a_model_is_loaded(rendezvous: str) -> None:
     with pytest.raises(ConfigError, match=f"--rendezvous '{rendezvous}' is neither host:port"):
-        start_runner(WorkerConfig(model="/no/such/model", tensor_parallel_size=2, rendezvous=rendezvous))
+        start_runner(WorkerConfig(model="/no/such/model", tensor_parallel_size=2, rank=0, rendezvous=rendezvous))
     with pytest.raises(ConfigError, match="--rendezvous"):
         RankGroup(ParallelConfig(0, 2, 1), CPU, rendezvous).connect("boot.1")
 
