@@ -64,12 +64,12 @@ def check_model(
     """
     check_architecture(folder, worker)
     text_folder = tokenizer or folder
-    with damage_as_model_error(folder):
-        if worker.load_format != "dummy":
-            find_weights(folder, worker.load_format)
     with damage_as_model_error(text_folder):
         check_tokenizer_files(text_folder)
         ChatTemplate.load(text_folder, special_tokens(text_folder), template).sanity_check()
+    with damage_as_model_error(folder):
+        if worker.load_format != "dummy":
+            find_weights(folder, worker.load_format)
 
 
 def check_architecture(folder: Path, worker: WorkerConfig) -> None:

@@ -136,7 +136,7 @@ def test_ranks_have_the_fingerprint_of_their_group(tmp_path: Path) -> None:
             "heads of keys and values, 3, are neither a multiple nor a divisor",
         ),
         ({"vocab_size": 5}, {"tensor_parallel_size": 4}, "vocabulary, 5, is too small"),
-        ({"num_hidden_layers": 3}, {"pipeline_parallel_size": 4}, "the model has only 3 layers"),
+        ({"num_hidden_layers": 3}, {"pipeline_parallel_size": 4}, "the model has 3 layers"),
     ],
 )
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
