@@ -55,8 +55,8 @@ class GroupRunner:
         """Raise `ConfigError`, `ModelError` or `EngineFailure` if the ranks cannot be started."""
         if dist.is_initialized():
             raise ConfigError(
-                "a process can have one LLM of several ranks at a time, and no other group of torch.distributed: close() "
-                "the other one first"
+                "a process can have one LLM of several ranks at a time, and no other group of torch.distributed: "
+                "close() the other one first"
             )
         own, world_size = config.parallel.sampling_rank, config.parallel.world_size
         others = [rank for rank in range(world_size) if rank != own]
