@@ -225,10 +225,12 @@ def test_kubernetes() -> None:
     assert worker.count("nvidia.com/gpu: 1") == 2, "as request and as limit"
     (kustomization,) = (one for one in BASE if one["kind"] == "Kustomization")
     (model,) = (one for one in kustomization["configMapGenerator"] if one["name"] == "model")
-    assert model["literals"] == ["MODEL_NAME="]
+    assert model["literals"] == ["MODEL_NAME=", "TP_SIZE=1"]
     for name in ("gateway", "worker"):
         (variable,) = (entry for entry in container(name)["env"] if entry["name"] == "QUIRE_MODEL")
         assert variable["valueFrom"]["configMapKeyRef"] == {"name": "model", "key": "MODEL_NAME"}
+    (size,) = (entry for entry in container("worker")["env"] if entry["name"] == "QUIRE_TENSOR_PARALLEL_SIZE")
+    assert size["valueFrom"]["configMapKeyRef"] == {"name": "model", "key": "TP_SIZE"}
 
 
 def test_the_autoscaler_asks_for_a_figure_of_the_server(url: str) -> None:
