@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.worker.parallel_config import ParallelConfig
+from services.worker.parallel_config import MAX_TENSOR_PARALLEL_SIZE, ParallelConfig
 from shared.config import (
     MAX_NUM_SEQS,
     MAX_SECONDS,
@@ -128,7 +128,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Meta(description="Threads for computing on a CPU; unset: every core, or a worker's part of them."),
     ] = None
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=1024, description="Ranks that divide each layer of the model among them.")
+        int,
+        Meta(ge=1, le=MAX_TENSOR_PARALLEL_SIZE, description="Ranks that divide each layer of the model among them."),
     ] = 1
     pipeline_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="Stages, which have consecutive layers of the model each.")

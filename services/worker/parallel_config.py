@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from shared.errors import ConfigError, ModelError
 
+MAX_TENSOR_PARALLEL_SIZE = 1024
+
 
 class ParallelConfig(NamedTuple):
     """How many ranks share a model, and which of them this is."""
@@ -48,7 +50,7 @@ class ParallelConfig(NamedTuple):
         if common % size == 0:
             return
         name, value = next((name, value) for name, value in sizes.items() if value % size)
-        taken = [str(number) for number in range(1, common + 1) if common % number == 0]
+        taken = [str(number) for number in range(1, min(common, MAX_TENSOR_PARALLEL_SIZE) + 1) if common % number == 0]
         raise ModelError(
             f"--tensor-parallel-size {size}: the model's {name}, {value}, cannot be divided by it; this model takes "
             f"{', '.join(taken)}"

@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_group import RankGroup
 from services.worker.start import start_runner
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
@@ -106,6 +106,11 @@ def test_a_place_that_is_none_is_refused_before_a_model_is_loaded(rendezvous: st
         start_runner(WorkerConfig(model="/no/such/model", tensor_parallel_size=2, rank=0, rendezvous=rendezvous))
     with pytest.raises(ConfigError, match="--rendezvous"):
         RankGroup(ParallelConfig(0, 2, 1), CPU, rendezvous).connect("boot.1")
+
+
+def test_sizes_that_no_model_has_are_refused_at_once() -> None:
+    with pytest.raises(ModelError, match="cannot be divided by it; this model takes 1, 5, "):
+        ParallelConfig(0, 2, 1).check_divisible({"attention heads": 5**20})
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
