@@ -31,7 +31,7 @@ GROUP_SIZE = 128
 
 FLOATS = {"Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 FLOATS |= {"Q2_K": (-2, -1), "Q3_K": (-1,), "Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (-1,)}
-"""Where a block of each type has its float16 numbers, counted in numbers: the scale and, if there is one, the min."""
+"""The places of the scale and of the min, if there is one, in a block of each type, counted in float16 numbers."""
 
 MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 """The type of most matrices of a mixed file. Some that matter more are in Q6_K."""

@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, int, int, float,
     pin_threads()
     model, positions = runner.info.model, max(options.context + options.steps, options.prefill)
     if model.vocab_size < VOCABULARY or model.max_positions < positions:
-        raise SystemExit(f"this measures models of {VOCABULARY} tokens and {positions} positions at least")
+        raise SystemExit(f"the model must have at least {VOCABULARY} tokens and {positions} positions")
     batches = [int(size) for size in options.batches.split(",")]
     for mode in options.modes.split(","):
         sampling = MODES[mode]

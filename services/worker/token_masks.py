@@ -111,7 +111,7 @@ class _Reasoning:
 
     @property
     def is_due(self) -> bool:
-        """Whether the limit is reached, and so the end has to come now."""
+        """Whether reasoning has reached its limit, so that only its end may be sampled."""
         return self._num_tokens >= self._limit.max_tokens
 
 

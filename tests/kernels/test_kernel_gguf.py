@@ -22,7 +22,7 @@ TYPES = sorted(PACKED_TYPES)
 BITS = {"Q4_0": (4, False, 8), "Q4_1": (4, True, 0), "Q4_K": (4, True, 0)}
 BITS |= dict.fromkeys(("Q5_1", "Q2_K", "Q5_K"), (8, True, 0))
 QUANTS = {"Q2_K": (16, 80), "Q3_K": (0, 96), "Q4_K": (16, 144), "Q5_K": (16, 176), "Q6_K": (0, 192)}
-"""Where a block has its quants."""
+"""The bytes of a block that are quants, by type."""
 
 each_type = pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
 

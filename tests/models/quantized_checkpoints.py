@@ -1,4 +1,4 @@
-"""What the tests of quantised checkpoints share: a size that every format takes, tokens, and their logits."""
+"""Tests of quantised checkpoints share these: a size of models that every format takes, tokens, and their logits."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -139,8 +139,9 @@ class Family(Struct, frozen=True):
 
 
 Divided = Literal["whole", "outputs", "inputs", "vocabulary", "first"]
-"""How tensor parallel ranks divide a tensor. Each rank has all of it, some of its outputs, some of its inputs (then the
-products are summed), or some rows of the vocabulary; or only the first rank has it, and adds it to such a sum."""
+"""How tensor parallel ranks divide a tensor: each rank has all of it, some outputs, some inputs, or some rows of the
+vocabulary. Products with some inputs are summed over the ranks. What only the first rank has is added to such a sum.
+"""
 
 
 class Part(NamedTuple):
