@@ -83,7 +83,8 @@ async def test_a_worker_that_is_told_to_end_takes_all_ranks_along_in_good_order(
         await until(lambda: snapshot(backend).generation_tokens > 40)
         group.signal(signal.SIGTERM)
         await running
-        assert (group.status, group.lives) == (0, 2)
+        await until(lambda: group.lives == 2, STARTING)  # the streams may end before the processes do
+        assert group.status == 0
         assert not any(rank.is_running() for rank in ranks)
         assert snapshot(backend).worker_losses == 0
 
