@@ -1,10 +1,18 @@
-"""Waits for conditions that another thread or process brings about: `until` in coroutines, `wait_until` elsewhere."""
+"""Waits for conditions that another thread or process brings about: `until` in coroutines, `wait_until` elsewhere.
+
+A test that waits for something waits for it here, with the common patience, and does not assert how soon it comes: on a
+machine that others use too, a process may stand still for seconds.
+"""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 
-PATIENCE = 20.0  # seconds; only failing tests reach it
+from shared.liveness import GRACE_PERIOD
+
+PATIENCE = 60.0
+"""Seconds, which only failing tests reach: twice what a watcher that is short of CPU gives a peer (GRACE_PERIOD)."""
 
 
 async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
@@ -25,3 +33,12 @@ def wait_until(
     while not holds():
         assert time.monotonic() < deadline, describe()
         time.sleep(0.01)
+
+
+def found_dead(log: str, said: str, timeout: int) -> bool:
+    """Return whether a log tells of a peer that was `said` ("silent", "busy with one step") for its timeout in seconds.
+
+    The watcher's loop may be late by a second. If the watcher is short of CPU, the peer gets GRACE_PERIOD more.
+    """
+    seconds = [int(number) for number in re.findall(rf"{said} for (\d+)\.", log)]
+    return any(timeout <= number <= timeout + 1 or number >= timeout + GRACE_PERIOD for number in seconds)
