@@ -35,10 +35,12 @@ def wait_until(
         time.sleep(0.01)
 
 
-def found_dead(log: str, said: str, timeout: int) -> bool:
+def found_dead(log: str, said: str, timeout: int, *, remote: bool = False) -> bool:
     """Return whether a log tells of a peer that was `said` ("silent", "busy with one step") for its timeout in seconds.
 
-    The watcher's loop may be late by a second. If the watcher is short of CPU, the peer gets GRACE_PERIOD more.
+    A busy watcher may be late by two seconds. If it is short of CPU, it gives a peer GRACE_PERIOD more that it knows
+    from heartbeats alone, as one that is `remote`.
     """
     seconds = [int(number) for number in re.findall(rf"{said} for (\d+)\.", log)]
-    return any(timeout <= number <= timeout + 1 or number >= timeout + GRACE_PERIOD for number in seconds)
+    late = timeout + 2
+    return any(timeout <= number <= late or (remote and number >= timeout + GRACE_PERIOD) for number in seconds)
