@@ -191,7 +191,7 @@ class Deployment:
             await until(self._idle, PATIENCE)
         except TimeoutError:
             raise TimeoutError(f"engines are not at rest: {await self.figures()}") from None
-        self._descriptors = self._descriptors or self._count_descriptors()
+        self._descriptors = self._descriptors or await self._steady_descriptors()
         try:
             await until(lambda: not self._descriptor_growth(), PATIENCE)
         except TimeoutError:
@@ -200,6 +200,14 @@ class Deployment:
     async def _idle(self) -> bool:
         figures = await self.figures()
         return all(idle(figures[engine.name]) for engine in self.engines)
+
+    async def _steady_descriptors(self) -> dict[str, int]:
+        """Return the descriptors once none was added for a second, as those of the first heartbeats are."""
+        before: dict[str, int] = {}
+        while before != (now := self._count_descriptors()):
+            before = now
+            await asyncio.sleep(1.0)
+        return now
 
     def _count_descriptors(self) -> dict[str, int]:
         return {child.name: len(os.listdir(f"/proc/{child.pid}/fd")) for child in self.processes}

@@ -17,8 +17,6 @@ from tests.quire.quire_server import serving
 
 NAME = "smol"
 
-pytestmark = pytest.mark.timeout(300)
-
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 12, "top_p": 1.0},
     {"temperature": 0.7, "top_k": 0, "top_p": 0.4},

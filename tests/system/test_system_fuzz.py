@@ -51,7 +51,7 @@ from tests.system.processes import complete as complete_at
 from tests.waiting import PATIENCE, until
 
 COUNT = int(os.environ.get("QUIRE_TEST_FRAMES", "3000"))
-TIMEOUT = 120 + COUNT // 100  # seconds
+TIMEOUT = 300 + COUNT // 100  # seconds
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 ROUNDS = 4

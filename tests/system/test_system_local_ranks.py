@@ -17,8 +17,6 @@ from shared.protocol import Sampling
 from tests.system.processes import Child, Engine, complete, engine, snapshot
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(240)  # several processes import torch, again and again
-
 STARTING = 100.0
 PROMPTS = [[7, 100 + number, 9] for number in range(4)]
 TOKENS = 500

@@ -140,7 +140,6 @@ def send_flood(port: int, kind: str) -> int:
     long = encode(Submit(0, bytes(8 << 20), 1, Sampling(max_tokens=5, seed=0)))
     data = frame(bytes(1 << 20), more=True) if kind == "endless message" else frame(long, more=False)
     with raw_peer(port) as peer:
-        peer.settimeout(PATIENCE)
         peer.sendall(frame(encode(Hello(VERSION, "flood")), more=False))
         for sent in range(0, FLOOD, len(data)):
             try:
