@@ -56,6 +56,7 @@ SCHEDULER_FLAGS = [
     "--block-size=8",
     "--num-gpu-blocks-override=96",  # so few that sequences are preempted when all slots are in use
     "--drain-timeout=0.1",  # outputs last longer
+    "--worker-timeout=5",  # several times as long as a worker is held until its requests have come
 ]
 NUMBERS = {Fault.KILL: signal.SIGKILL, Fault.FREEZE: signal.SIGSTOP, Fault.DRAIN: signal.SIGTERM}
 
