@@ -175,13 +175,13 @@ async def test_a_refused_worker_serves_once_its_key_is_admitted(keys: Path, othe
 
 async def test_a_worker_that_is_refused_ends_after_its_scheduler_timeout(keys: Path) -> None:
     async with serving(None, tcp=True, keys=str(keys)) as (system, _):
-        arguments = [f"--scheduler={system.workers}", "--scheduler-timeout=1"]
+        arguments = [f"--scheduler={system.workers}", "--scheduler-timeout=3"]
         worker = Child("without", system.folder, ["tests/scripted_worker.py", *arguments])
         worker.restart = False
         try:
             await worker.start()
             assert await worker.ended() == 1
-            assert "no scheduler for 1 s" in worker.log
+            assert "no scheduler for 3 s" in worker.log
         finally:
             await worker.stop()
 
