@@ -1,4 +1,4 @@
-"""Seeds what draws random numbers, so that a test draws the same ones alone, among all others and in any order.
+"""Seeds what draws random numbers before each test, so that it draws the same ones alone and in any order.
 
 Some compare rounded results: once in hundreds of runs, a number is halfway between two others.
 """
