@@ -72,9 +72,6 @@ class Child:
         self._keeper = asyncio.create_task(self._keep())
         await self._started.wait()
 
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
     @asynccontextmanager
     async def absent(self, number: int = signal.SIGKILL) -> AsyncIterator[None]:
         """Have no process for the block: signal it, wait for its end, and start the next one after the block."""
@@ -84,6 +81,9 @@ class Child:
         yield
         self.restart = True
         await self.start()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     async def ended(self) -> int:
         """Wait for the end of the process, which must not be restarted, and return its exit status."""

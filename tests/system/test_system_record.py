@@ -71,6 +71,9 @@ async def test_a_killed_scheduler_leaves_a_record_and_the_next_one_begins_anothe
             system.scheduler.signal(signal.SIGKILL)
             await until(lambda: system.scheduler.lives == 2)
         assert (await long).tokens == expected([CHAIN, 5], TOKENS)
+        system.scheduler.restart = False
+        system.scheduler.signal(signal.SIGTERM)
+        assert await system.scheduler.ended() == 0
     before, after = files(tmp_path)
     printed = await replay(before)
     assert "requests: 1 submitted, 0 refused, 1 unfinished at the end" in printed

@@ -4,12 +4,14 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
+from services.worker import adapter_loader
 from services.worker import service as module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
@@ -346,14 +348,24 @@ def test_any_error_of_reading_an_adapter_is_answered(served: ServedRunner) -> No
     assert served.receive() == AdapterLoaded(2, "digest of a")
 
 
-def test_a_new_epoch_forgets_adapters_that_are_being_read(served: ServedRunner) -> None:
+def test_a_new_epoch_forgets_adapters_that_are_being_read(
+    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their answers would be taken for loaded adapters, which the runner has forgotten."""
+    cancelled, wait = threading.Event(), adapter_loader.wait
+
+    def note_and_wait(pending: list["Future[None]"]) -> None:
+        cancelled.set()
+        wait(pending)
+
+    monkeypatch.setattr(adapter_loader, "wait", note_and_wait)
     for number in (1, 2):
         served.send(LoadAdapter(number, "a"))
     assert served.runner.reads.wait(PATIENCE), "the first is being read"
     served.send(Configure(Epoch("test", 2), 16, 8, 4, 64, 128))
-    assert served.receive() == Configured(Epoch("test", 2))
+    assert cancelled.wait(PATIENCE), "the second is not going to be read"
     served.runner.read.set()
+    assert served.receive() == Configured(Epoch("test", 2))
     served.send(LoadAdapter(3, "a"))
     assert served.receive() == AdapterLoaded(3, "digest of a")
     assert served.runner.adapter_calls == ["load 1", "load 3"]
