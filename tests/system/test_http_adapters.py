@@ -125,12 +125,12 @@ async def test_adapters_come_and_go_while_streams_run(server: Server, folder: Pa
             assert refused.error["param"] == "lora_path"
             assert await load(server, "new", folder / "a7") == 200
             assert await load(server, "new", folder / "a8") == 400, "it is there already"
-            assert await text(server, [CHAIN, 6], "new") == chained([CHAIN, 6], 8, 7)
-            assert await load(server, "new", folder / "a8", load_inplace=True) == 200
-            assert await text(server, [CHAIN, 6], "new") == chained([CHAIN, 6], 8, 8)
-            assert (await ask(server, UNLOAD, lora_name="new")).status == 200
-            assert (await complete(server, [CHAIN, 6], 8, model="new")).status == 404
-            assert not any(task.done() for task in tasks), "nothing of this had to wait for them"
+            assert not any(task.done() for task in tasks), "none of these had to wait"
+        assert await text(server, [CHAIN, 6], "new") == chained([CHAIN, 6], 8, 7)
+        assert await load(server, "new", folder / "a8", load_inplace=True) == 200
+        assert await text(server, [CHAIN, 6], "new") == chained([CHAIN, 6], 8, 8)
+        assert (await ask(server, UNLOAD, lora_name="new")).status == 200
+        assert (await complete(server, [CHAIN, 6], 8, model="new")).status == 404
         answers = await asyncio.gather(*tasks)
     assert answers == [chained(prompts(index), TOKENS, 1 + index % 4) for index in range(16)]
 
