@@ -4,8 +4,8 @@
 
 The gateway's application listens on loopback, in front of an engine that answers at once. Threads send the bodies of
 `tests/gateway/large_bodies.py`, as long as the gateway takes them, while a task on the gateway's loop wakes every two
-milliseconds and notes the longest delay. Prints the statuses and the longest stall in milliseconds: of the best of
-some rounds (what the body costs), and of the worst (with the machine's load).
+milliseconds and notes the longest delay, less the time for which others had the CPU. Prints the statuses and the
+longest stall in milliseconds: of the best of some rounds (what the body costs), and of the worst.
 """
 
 import argparse

@@ -10,6 +10,8 @@ The script lists replies and failures. The next token of a sequence is
 
 An adapter is a folder with a file `number`: the adapter is this number.
 
+While there is a file --pace, each step takes as many seconds as it says, instead of what the script says.
+
 With --tensor-parallel-size, --pipeline-parallel-size and --rank it is a rank of a group. The ranks exchange nothing:
 each computes all that it can know. Those before the last stage know of the tokens that are sampled what plans say.
 """
@@ -20,6 +22,7 @@ import hashlib
 import struct
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -113,10 +116,16 @@ class FinishedStep:
 
 
 class ScriptedRunner:
-    """A runner that follows a script. `life` is the number of processes that ran this script before."""
+    """A runner that follows a script. `life` is the number of processes that ran this script before.
 
-    def __init__(self, script: Script, life: int = 0, parallel: ParallelConfig | None = None) -> None:
+    `pace` is a file that may say how long a step takes.
+    """
+
+    def __init__(
+        self, script: Script, life: int = 0, parallel: ParallelConfig | None = None, pace: Path | None = None
+    ) -> None:
         self.script = script
+        self.pace = pace
         self.life = life
         self.parallel = parallel or ParallelConfig()
         self.slots: dict[int, Slot] = {}
@@ -179,7 +188,7 @@ class ScriptedRunner:
             self.adapter_slots[slot] = self.adapters[adapter]
         for row in plan.rows:
             self._fail(self.slots[row.slot])
-        seconds = self.script.delay + self.script.token_delay * sum(row.count for row in plan.rows)
+        seconds = self._delay() + self.script.token_delay * sum(row.count for row in plan.rows)
         time.sleep(seconds)
         rows = [sampled for row in plan.rows if (sampled := self._compute(row)) is not None]
         for fork in plan.forks:
@@ -192,6 +201,12 @@ class ScriptedRunner:
         reports = self.parallel.rank == self.parallel.sampling_rank
         result = StepResult(plan.epoch, plan.step, rows if reports else [], max(seconds, 1e-4))
         return self._corrupt(plan, result)
+
+    def _delay(self) -> float:
+        if self.pace is not None:
+            with suppress(FileNotFoundError):
+                return float(self.pace.read_text())
+        return self.script.delay
 
     def _hear_sampled(self, index: int, position: int, token: int) -> None:
         tokens = self.slots[index].tokens
@@ -302,6 +317,7 @@ def main() -> int:
     parser.add_argument("--scheduler", required=True)
     parser.add_argument("--script", type=Path)
     parser.add_argument("--life", type=int, default=0)
+    parser.add_argument("--pace", type=Path)
     parser.add_argument("--supervisor", type=int, default=0)
     parser.add_argument("--scheduler-timeout", type=float, default=300.0)
     parser.add_argument("--zmq-keys", default="")
@@ -322,7 +338,7 @@ def main() -> int:
         pipeline_parallel_size=args.pipeline_parallel_size,
         rank=args.rank,
     )
-    runner = ScriptedRunner(script, args.life, config.parallel)
+    runner = ScriptedRunner(script, args.life, config.parallel, args.pace)
     return serve(config, runner, load_connection_keys(args.zmq_keys, "worker"))
 
 

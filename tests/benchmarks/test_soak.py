@@ -171,7 +171,8 @@ async def test_a_client_leaves_and_comes_back_or_stalls() -> None:
     tally = await ask_once(stream(WHOLE), manner=Manner(stall_after=1, stall_seconds=0.01))
     assert (tally.stalled, tally.ended) == (1, 1)
     slow = await ask_once(stream(WHOLE, pause=0.3))
-    assert [round(pause.ended - pause.began, 1) for pause in slow.pauses] == [0.3, 0.3]
+    assert len(slow.pauses) == 2
+    assert all(pause.ended - pause.began > 0.29 for pause in slow.pauses)
 
 
 def test_only_connections_of_the_victim_or_in_its_queue_may_break() -> None:

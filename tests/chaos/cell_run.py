@@ -29,7 +29,7 @@ MAX_START_DELAY = {Target.WORKER: 2.0, Target.SCHEDULER: 0.5}
 """Maximum seconds after which a process that starts is killed: it takes about twice as long to start."""
 
 MAX_HOLD = 0.8
-"""Seconds for requests to arrive while a worker may be held already: less than a scheduler's patience with it."""
+"""Seconds for requests to arrive while a worker may be held already: far less than a scheduler's patience with it."""
 
 STEPS_IN_FLIGHT = 2
 """Steps that a worker may have at the same time."""

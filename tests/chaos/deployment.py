@@ -56,6 +56,7 @@ SCHEDULER_FLAGS = [
     "--block-size=8",
     "--num-gpu-blocks-override=96",  # so few that sequences are preempted when all slots are in use
     "--drain-timeout=0.1",  # outputs last longer
+    "--worker-timeout=5",  # several times as long as a worker is held until its requests have come
 ]
 NUMBERS = {Fault.KILL: signal.SIGKILL, Fault.FREEZE: signal.SIGSTOP, Fault.DRAIN: signal.SIGTERM}
 
@@ -191,7 +192,7 @@ class Deployment:
             await until(self._idle, PATIENCE)
         except TimeoutError:
             raise TimeoutError(f"engines are not at rest: {await self.figures()}") from None
-        self._descriptors = self._descriptors or self._count_descriptors()
+        self._descriptors = self._descriptors or await self._steady_descriptors()
         try:
             await until(lambda: not self._descriptor_growth(), PATIENCE)
         except TimeoutError:
@@ -200,6 +201,14 @@ class Deployment:
     async def _idle(self) -> bool:
         figures = await self.figures()
         return all(idle(figures[engine.name]) for engine in self.engines)
+
+    async def _steady_descriptors(self) -> dict[str, int]:
+        """Return the descriptors once none was added for a second, as those of the first heartbeats are."""
+        before: dict[str, int] = {}
+        while before != (now := self._count_descriptors()):
+            before = now
+            await asyncio.sleep(1.0)
+        return now
 
     def _count_descriptors(self) -> dict[str, int]:
         return {child.name: len(os.listdir(f"/proc/{child.pid}/fd")) for child in self.processes}

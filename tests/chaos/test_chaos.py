@@ -65,7 +65,7 @@ async def stages(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stag
 
 
 @needs_processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
 async def test_nobody_notices(cell: Cell, stages: Stages) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.deploy.dependency_groups import ROOT, absent, declared, extra, requirements
 from tests.ports import free_ports
 from tests.text.vocabulary import write_model_folder
+from tests.waiting import PATIENCE
 
 HEAVY = {"torch", "triton", "transformers", "aiohttp"}
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
@@ -63,10 +64,10 @@ def start(group: str, module: str, *flags: str, code: Path = ROOT) -> "subproces
 
 def status(url: str, process: "subprocess.Popen[str]") -> int:
     """Wait for an answer at `url` and return its status."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=5) as response:
+            with urllib.request.urlopen(url, timeout=PATIENCE) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             with error:
@@ -80,7 +81,7 @@ def status(url: str, process: "subprocess.Popen[str]") -> int:
 def end(process: "subprocess.Popen[str]") -> None:
     """Send SIGTERM, which must end the process with status 0."""
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
 
 
@@ -131,7 +132,7 @@ def import_all(group: str, packages: tuple[str, ...], code: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(code)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=2 * PATIENCE,
         check=False,
     )
     assert process.stdout.endswith("imported\n"), process.stderr

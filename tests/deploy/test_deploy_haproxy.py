@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_ports
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 CONFIG = (Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg").read_text()
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(HAPROXY is None, reason="HAProxy is not installe
 
 class Gateway(ThreadingHTTPServer):
     """Answers with its name, the path and the length of the body, after reading all of it."""
+
+    request_queue_size = 128
 
     def __init__(self, name: str = "gateway") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -66,10 +68,10 @@ def replace_line(text: str, pattern: str, new: str) -> str:
 
 
 @contextmanager
-def balancing(folder: Path, gateways: Sequence[Gateway]) -> Iterator[int]:
+def balancing(folder: Path, gateways: Sequence[Gateway], *, body_timeout: str = "30s") -> Iterator[int]:
     """Run the balancer before `gateways` for the block; yield its port.
 
-    Only names, ports and one timeout differ from the container's configuration.
+    Only names, ports and the `body_timeout` differ from the container's configuration.
     """
     assert HAPROXY is not None
     front, monitoring = free_ports(2)
@@ -84,7 +86,7 @@ def balancing(folder: Path, gateways: Sequence[Gateway]) -> Iterator[int]:
             stack.callback(gateway.not_frozen.set)
         text = replace_line(CONFIG, r"bind :8000$", f"bind 127.0.0.1:{front}")
         text = replace_line(text, r"bind :8404$", f"bind 127.0.0.1:{monitoring}")
-        text = replace_line(text, r"timeout http-request .*", "timeout http-request 1s")
+        text = replace_line(text, r"timeout http-request .*", f"timeout http-request {body_timeout}")
         text, count = re.subn(r"server-template .*", "\n    ".join(servers), text)
         assert count == 2
         file = folder / "haproxy.cfg"
@@ -104,7 +106,7 @@ def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def ask(
-    port: int, method: str, target: str, body: bytes | None = None, *, seconds: float = 30.0, **headers: str
+    port: int, method: str, target: str, body: bytes | None = None, *, seconds: float = PATIENCE, **headers: str
 ) -> tuple[int, bytes]:
     """Return status and body of the answer; status 0 if nobody listens."""
     connection = HTTPConnection("127.0.0.1", port, timeout=seconds)
@@ -169,8 +171,11 @@ def test_long_headers_pass(balancer: int, name: str, length: int) -> None:
     assert ask(balancer, "GET", "/v1/models", **{name: "a" * length}) == (200, b"gateway /v1/models 0")
 
 
-def test_a_body_that_does_not_come_times_out(balancer: int) -> None:
-    with socket.create_connection(("127.0.0.1", balancer), timeout=30) as client:
+def test_a_body_that_does_not_come_times_out(tmp_path: Path) -> None:
+    with (
+        balancing(tmp_path, [Gateway()], body_timeout="1s") as port,
+        socket.create_connection(("127.0.0.1", port), PATIENCE) as client,
+    ):
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         response = HTTPResponse(client)
         response.begin()
@@ -190,7 +195,7 @@ def settle(port: int, *names: str) -> None:
 
     def settled() -> bool:
         served = serving(port)
-        assert served <= {"first", "second"}
+        assert served <= {"first", "second"}, served
         return served == set(names)
 
     wait_until(settled)
@@ -230,7 +235,7 @@ def test_a_frozen_gateway_is_left_out(tmp_path: Path) -> None:
         first.engine_ready = second.engine_ready = False
         settle(port, "first", "second")
         first.not_frozen.clear()
-        wait_until(lambda: all(answered(port) for _ in range(8)), 10.0)
+        wait_until(lambda: all(answered(port) for _ in range(8)))
         assert serving(port) == {"second"}
 
 

@@ -20,8 +20,6 @@ from tests.exactness.embedded_model import EDGES, Output, Request, draw_requests
 from tests.exactness.equality import EXACT, assert_alike, differ
 from tests.exactness.margin_rule import Run, assert_same
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests to run one by one
-
 BLOCK = 16
 
 TOKENS = list(range(500, 533))

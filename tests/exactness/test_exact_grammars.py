@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from shared.hub.checkpoint import locate
-from tests.exactness.chat_client import PATIENCE, status_is
+from tests.exactness.chat_client import PATIENCE, replace
 from tests.quire.quire_server import Server, serving
 from tests.waiting import until
 
@@ -29,8 +29,6 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 ANIMALS = ("an owl", "a horse", "a whale", "a spider", "a fox", "a tortoise")
-
-pytestmark = pytest.mark.timeout(300)
 
 
 class Pet:
@@ -76,8 +74,7 @@ async def describe_all(api: openai.AsyncOpenAI, killed: Server | None = None, vi
         if killed is not None:
             await until(lambda: all(pet.chunks >= 5 for pair in pets for pet in pair), PATIENCE)
             assert all(pet.finish is None for pair in pets for pet in pair)
-            killed.children()[victim].kill()
-            await until(lambda: status_is(killed, 503), PATIENCE)
+            await replace(killed, victim)
     return [pet for pair in pets for pet in pair]
 
 

@@ -31,8 +31,6 @@ NUCLEUS: dict[str, Any] = {"temperature": 1.3, "top_k": 18, "top_p": 0.9}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 FLAGS = ["--device=cpu", "--dtype=float32", f"--block-size={BLOCK}", "--max-num-seqs=8"]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def questions() -> list[Question]:
     """Return questions with a common beginning, of answers that take 28 blocks together if none shares any."""

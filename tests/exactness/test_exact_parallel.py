@@ -12,8 +12,6 @@ from tests.exactness.embedded_model import Output, Request, draw_requests, engin
 from tests.exactness.equality import assert_alike
 from tests.exactness.margin_rule import Run, assert_same
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPES = {"tensor": {"tensor_parallel_size": 3}, "pipeline": {"pipeline_parallel_size": 2}}  # it has nine heads
 
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from shared.hub.checkpoint import locate
 from shared.text.bad_words import tokenize_bad_words
 from shared.text.tokenizer import Tokenizer
-from tests.exactness.chat_client import PATIENCE, status_is
+from tests.exactness.chat_client import PATIENCE, replace
 from tests.quire.quire_server import Server, serving
 from tests.waiting import until
 
@@ -24,8 +24,6 @@ NAME = "smol"
 TOPICS = ("the sea", "old trains", "bread", "mountains")
 TOKENS = 48
 REASONING = 20
-
-pytestmark = pytest.mark.timeout(300)
 
 
 class Output(Struct):
@@ -109,8 +107,7 @@ async def write_all(
         if killed is not None:
             await until(lambda: all(len(one.tokens) >= 5 for pair in outputs for one in pair), PATIENCE)
             assert all(one.finish is None for pair in outputs for one in pair)
-            killed.children()[victim].kill()
-            await until(lambda: status_is(killed, 503), PATIENCE)
+            await replace(killed, victim)
     return [one for pair in outputs for one in pair]
 
 

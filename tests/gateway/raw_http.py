@@ -13,9 +13,9 @@ from msgspec import Struct
 from services.gateway.app import make_app
 from services.gateway.http_server import HttpRunner
 from tests.gateway.fakes import FakeBackend, make_gateway
+from tests.waiting import PATIENCE
 
 BODY = b'{"prompt":"hi","max_tokens":1}'
-PATIENCE = 10.0
 
 
 @asynccontextmanager

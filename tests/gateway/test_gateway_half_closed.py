@@ -6,7 +6,8 @@ import pytest
 
 from services.gateway import http_server
 from tests.gateway.fakes import FakeBackend, endless
-from tests.gateway.raw_http import PATIENCE, connect, get, listening, post
+from tests.gateway.raw_http import connect, get, listening, post
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

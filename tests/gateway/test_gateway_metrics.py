@@ -163,7 +163,7 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     assert 2 * 0.17 < prefill <= first - 0.25, "from the admission, which was 0.125 s after the submission"
     assert inference == pytest.approx(prefill + decode)
     assert value("vllm:request_prefill_time_seconds_count", **LABELS) == 2
-    assert value("vllm:request_inference_time_seconds_bucket", le="0.3", **LABELS) == 2
+    assert value("vllm:request_inference_time_seconds_bucket", le="60.0", **LABELS) == 2
     tokens = len(backend.requests[0].tokens)
     assert value("vllm:request_prefill_kv_computed_tokens_sum", **LABELS) == tokens - 1, "once for all samples"
 

@@ -41,9 +41,8 @@ from shared.protocol import (
 from tests.gateway.fakes import events, ids, texts
 from tests.ports import free_ports
 from tests.text.vocabulary import make_tokenizer, write_model_folder
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
-PATIENCE = 30.0
 FACTS = ModelInfo("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, "f")
 
 
@@ -134,7 +133,7 @@ class Server:
             except ConnectionError:
                 return False
 
-        wait_until(has_status, PATIENCE)
+        wait_until(has_status)
 
 
 def command(folder: Path, *flags: str) -> list[str]:
@@ -171,8 +170,15 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path, engine: Engine) -> Iterator[Server]:
-    flags = ("--engines", f"ipc://{tmp_path}/g.sock", "--engine-loss-timeout", "0.5")
-    with gateway(folder, *flags) as server:
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock") as server:
+        server.wait_for_status(200)
+        yield server
+
+
+@pytest.fixture
+def impatient(folder: Path, tmp_path: Path, engine: Engine) -> Iterator[Server]:
+    """Run a gateway that hardly waits for an engine to come back."""
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock", "--engine-loss-timeout=0.5") as server:
         server.wait_for_status(200)
         yield server
 
@@ -354,7 +360,7 @@ def test_a_late_refusal_has_its_status_and_the_time_to_come_back(server: Server,
     assert json.loads(response.read())["error"]["message"] == "full"
 
 
-def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engine: Engine) -> None:
+def test_an_engine_that_dies_before_it_accepts_is_a_status(impatient: Server, engine: Engine) -> None:
     """HTTP-05: the same as without a stream."""
     submitted = threading.Event()
 
@@ -365,7 +371,7 @@ def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engin
     engine.answer = note
     stopping = threading.Thread(target=lambda: (submitted.wait(PATIENCE), engine.stop()))
     stopping.start()
-    response = server.open(STREAM, "/v1/completions")
+    response = impatient.open(STREAM, "/v1/completions")
     stopping.join()
     assert response.status == 503
     assert "no engine was ready for 0.5 s" in json.loads(response.read())["error"]["message"]
@@ -397,8 +403,8 @@ def test_an_engine_that_says_what_is_no_message_is_given_up_and_nobody_waits_for
     assert (texts(events(body))[0] if stream else json.loads(body)["choices"][0]["text"]) == "one two"
 
 
-def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engine) -> None:
-    response = server.open(STREAM, "/v1/completions")
+def test_an_engine_that_dies_under_a_stream_is_told(impatient: Server, engine: Engine) -> None:
+    response = impatient.open(STREAM, "/v1/completions")
     read_event(response)
     engine.stop()
     error, done = response.read().decode().strip().split("\n\n")

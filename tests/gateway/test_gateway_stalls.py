@@ -1,6 +1,7 @@
 """Tests that no client blocks the loop for the others, whatever it sends and however long its answer is.
 
 The bound is wide, since tests run on busy machines: what a body costs on a quiet one is for `benchmarks/stalls.py`.
+Time for which others have the CPU is not counted.
 """
 
 import json

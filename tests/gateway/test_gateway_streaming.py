@@ -390,7 +390,7 @@ async def test_an_accepted_stream_is_kept_alive_and_loses_nothing_by_it(path: st
         async with await asking as response:
             while len(pieces) < 3:
                 pieces.append(await response.content.readany())
-            assert set(pieces) <= {b": keep-alive\n\n", b": keep-alive\n\n" * 2}
+            assert b"".join(pieces).replace(b": keep-alive\n\n", b"") == b""
             backend.go_on.set()
             while piece := await response.content.readany():
                 pieces.append(piece)

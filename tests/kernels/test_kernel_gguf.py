@@ -27,12 +27,6 @@ QUANTS = {"Q2_K": (16, 80), "Q3_K": (0, 96), "Q4_K": (16, 144), "Q5_K": (16, 176
 each_type = pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    """Choose the same numbers each time: one halfway between two of eight bits may be rounded otherwise in float64."""
-    torch.manual_seed(0)
-
-
 def part(type: GGMLQuantizationType, outputs: int, inputs: int = 768, seed: int = 0) -> GGUFPart:
     blocks = random_blocks(type, (outputs, inputs), np.random.default_rng(seed))
     return GGUFPart(type, torch.from_numpy(blocks), 0, inputs)

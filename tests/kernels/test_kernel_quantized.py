@@ -21,12 +21,6 @@ pytestmark = pytest.mark.skipif(not extension.load(), reason="the kernels are no
 FORMATS = [(8, False), (8, True), (4, False), (4, True)]
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    """Choose the same numbers each time: one halfway between two of eight bits may be rounded otherwise in float64."""
-    torch.manual_seed(0)
-
-
 def weight(outputs: int, inputs: int, bits: int, mins: bool, seed: int = 0) -> QuantizedWeight:
     torch.manual_seed(seed)
     groups = (outputs, inputs // 32)

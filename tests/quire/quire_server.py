@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,9 +17,10 @@ from urllib.error import HTTPError
 import psutil
 
 from quire.instance_folder import PREFIX
+from tests.ports import free_ports
+from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
-GONE_WITHIN = 10.0  # seconds after a signal
 
 
 class Server:
@@ -42,7 +42,7 @@ class Server:
             "OMP_NUM_THREADS": "1",
             **variables,
         }
-        argv = [sys.executable, "-m", "quire", "serve", str(model), "--host=127.0.0.1", "--port=0"]
+        argv = [sys.executable, "-m", "quire", "serve", str(model), "--host=127.0.0.1", f"--port={free_ports(1)[0]}"]
         argv += ["--kv-cache-memory=0.05", "--num-threads=1", f"--served-model-name={name}", *flags]
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = psutil.Popen(argv, stdout=out, stderr=err, env=environment)
@@ -50,12 +50,14 @@ class Server:
     @property
     def url(self) -> str:
         """Wait until the server announces its address, and return it."""
-        deadline = time.monotonic() + 90
-        while not (result := re.search(r"at (http://\S+) \(ready", self.out.read_text())):
+        announced = re.compile(r"at (http://\S+) \(ready")
+
+        def is_announced() -> bool:
             assert self.process.poll() is None, self.err.read_text()
-            assert time.monotonic() < deadline, self.err.read_text()
-            time.sleep(0.05)
-        return result[1]
+            return announced.search(self.out.read_text()) is not None
+
+        wait_until(is_announced, 2 * PATIENCE, self.err.read_text)
+        return announced.findall(self.out.read_text())[0]
 
     def children(self) -> dict[str, psutil.Process]:
         """Return the processes of the services by name."""
@@ -104,7 +106,7 @@ class Server:
         for process in family if whole_family else family[:1]:
             with suppress(psutil.NoSuchProcess):  # the services end with their supervisor
                 process.send_signal(number)
-        _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
         assert alive == [], self.err.read_text()
         return int(self.process.returncode)
 
@@ -140,7 +142,7 @@ def short_folder() -> Iterator[Path]:
 def health(url: str, num_engines: int = 1) -> int | None:
     """Return the status of `GET /health` for so many engines, or None if nobody answers."""
     try:
-        with urllib.request.urlopen(f"{url}/health?engines={num_engines}", timeout=5) as response:
+        with urllib.request.urlopen(f"{url}/health?engines={num_engines}", timeout=PATIENCE) as response:
             return int(response.status)
     except HTTPError as error:
         with error:  # it holds a connection

@@ -124,7 +124,7 @@ async def test_when_every_request_fails_the_status_says_so(quick: Server, capsys
 async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with server(talk(delay=0.01)) as stopped:
         flags = ["--max-concurrency=4", "--random-output-len=20", "--save-result", f"--result-dir={tmp_path}"]
-        running = asyncio.create_task(serve(stopped, *flags, "--num-prompts=40"))
+        running = asyncio.create_task(serve(stopped, *flags, "--num-prompts=400"))  # in 20 seconds
 
         async def some_are_done() -> bool:
             return (await figures(stopped))["vllm:request_success_total:length"] >= 8
@@ -133,7 +133,7 @@ async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsy
         await stopped.gateway.stop()
         assert await running == 0, "some were answered"
     (result,) = results(tmp_path)
-    assert result["completed"] + result["failed"] == 40
+    assert result["completed"] + result["failed"] == 400
     assert result["completed"] >= 8
     assert result["failed"] >= 1
     assert result["total_output_tokens"] == 20 * result["completed"]

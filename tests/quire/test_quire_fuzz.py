@@ -20,7 +20,7 @@ from tests.system.hostile_frames import HostileFrames, flood, knock
 
 COUNT = int(os.environ.get("QUIRE_TEST_FRAMES", "3000"))
 MAX_GROWTH = 128 << 20
-pytestmark = pytest.mark.timeout(120 + COUNT // 100)
+pytestmark = pytest.mark.timeout(300 + COUNT // 100)
 
 
 def test_heartbeats_of_strangers_stop_no_service(folder: Path, tmp_path: Path) -> None:

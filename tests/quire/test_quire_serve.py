@@ -19,7 +19,7 @@ import pytest
 from quire.instance_folder import remove_stale
 from tests.ports import free_ports
 from tests.quire.quire_server import Server, health, healthy, serving, short_folder
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, found_dead, wait_until
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
 SOCKETS = {"gateways-0.sock", "workers-0.sock", "heartbeats.sock"}
@@ -27,7 +27,7 @@ SOCKETS = {"gateways-0.sock", "workers-0.sock", "heartbeats.sock"}
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=2 * PATIENCE) as response:
         answer: dict[str, Any] = json.load(response)
         return answer
 
@@ -38,8 +38,8 @@ def continuation(url: str, **fields: Any) -> str:
 
 
 def wait_for(holds: Callable[[], bool], server: Server) -> None:
-    """Wait until `holds()`. Fail with what the server wrote to stderr after a minute."""
-    wait_until(holds, 60, server.err.read_text)
+    """Wait until `holds()`. Fail with what the server wrote to stderr after two minutes."""
+    wait_until(holds, 2 * PATIENCE, server.err.read_text)
 
 
 class OnSocket(http.client.HTTPConnection):
@@ -134,7 +134,10 @@ def test_what_is_stopped_is_replaced(folder: Path, tmp_path: Path, name: str) ->
         wait_for(lambda: server.children().get(name) not in (victim, None) and healthy(url), server)
         assert continuation(url) == before
         said = server.err.read_text()
-        assert "silent for 2." in said if name == "worker" else f"{name:<9} | is killed: silent for 4." in said
+        if name == "worker":
+            assert found_dead(said, "is given up: silent", 2)
+        else:
+            assert found_dead(said, rf"{name:<9} \| is killed: silent", 4)
         assert said.count("is killed") == (name != "worker")
         assert server.stop(signal.SIGTERM) == 0
 
@@ -175,16 +178,21 @@ def test_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, tmp_path
     """PRC-05."""
     with serving(folder, tmp_path) as server:
         time.sleep(seconds)
-        announced, began = "ready in" in server.out.read_text(), bool(server.files())
+        began, announced = bool(server.files()), is_announced(server)
         status = server.stop(signal.SIGINT)
-        assert status == (0 if announced else 130) or (not began and status == -signal.SIGINT)  # modules were imported
+        allowed = {0} if announced else {0, 130} if is_announced(server) else {130}  # it may have become so just then
+        assert status in allowed or (not began and status == -signal.SIGINT)  # modules were imported
     assert "Traceback" not in server.err.read_text()
+
+
+def is_announced(server: Server) -> bool:
+    return "ready in" in server.out.read_text()
 
 
 def test_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
     """PRC-05."""
     with serving(folder, tmp_path, "--ready-timeout=0.5") as server:
-        assert server.process.wait(timeout=30) == 1
+        assert server.process.wait(timeout=PATIENCE) == 1
         assert list(server.place.iterdir()) == []
     assert "quire: not ready within 0.5 s (--ready-timeout)" in server.err.read_text()
 
@@ -198,7 +206,7 @@ def test_a_broken_model_ends_the_start_with_the_reason(folder: Path, tmp_path: P
     config = json.loads((broken / "config.json").read_bytes()) | {"hidden_size": 36}
     (broken / "config.json").write_text(json.dumps(config))
     with serving(broken, tmp_path) as server:
-        assert server.process.wait(timeout=60) == 1
+        assert server.process.wait(timeout=2 * PATIENCE) == 1
         assert list(server.place.iterdir()) == []
     shown = server.err.read_text()
     last = shown.splitlines()[-1]
@@ -232,20 +240,30 @@ def test_several_engines_and_gateways_serve_as_one(folder: Path, tmp_path: Path)
         url = server.url
         names = {f"{role} {number}" for role in ("gateway", "scheduler", "worker") for number in (0, 1)}
         assert set(server.all_children()) == names
-        undisturbed = continuation(url, **long)
-        answers = [threads.submit(continuation, url, **long) for _ in range(64)]
-        victim = server.all_children()["scheduler 0"]
-        wait_for(lambda: running(url, "0") > 0 and running(url, "1") > 0, server)
-        victim.kill()
-        assert {answer.result() for answer in answers} == {undisturbed}
+        undisturbed, resumed = continuation(url, **long), threading.Event()
+
+        def ask_until_resumed() -> list[str]:
+            answers = [continuation(url, **long)]
+            while not resumed.is_set():
+                answers.append(continuation(url, **long))
+            return answers
+
+        clients = [threads.submit(ask_until_resumed) for _ in range(16)]
+        try:
+            wait_for(lambda: running(url, "0") > 0 and running(url, "1") > 0, server)
+            server.all_children()["scheduler 0"].kill()
+            wait_for(lambda: figure(url, "quire:resumed_requests_total ") > 0, server)
+        finally:
+            resumed.set()
+        answers = [answer for client in clients for answer in client.result()]
+        assert set(answers) == {undisturbed}
         files = server.files()
         for name in sorted(names):
             victim = server.all_children()[name]
             victim.kill()
             wait_for(lambda name=name, old=victim: server.all_children().get(name) not in (old, None), server)
         wait_for(lambda: health(url, 2) == 200, server)
-        assert figure(url, 'vllm:request_success_total{engine="', 'finished_reason="length"') == 65.0
-        assert figure(url, "quire:resumed_requests_total ") > 0
+        assert figure(url, 'vllm:request_success_total{engine="', 'finished_reason="length"') == 1 + len(answers)
         assert server.files() == files
         assert server.stop(signal.SIGTERM) == 0
         said = server.err.read_text()
@@ -267,6 +285,6 @@ def running(url: str, engine: str) -> float:
 def test_an_engine_that_cannot_start_is_named(folder: Path, tmp_path: Path) -> None:
     flags = ["--data-parallel-size=2", "--kv-cache-memory=0.0000001"]
     with serving(folder, tmp_path, *flags) as server:
-        assert server.process.wait(timeout=60) == 1
+        assert server.process.wait(timeout=2 * PATIENCE) == 1
     last = server.err.read_text().splitlines()[-1]
     assert re.match(r"quire: scheduler [01] ended before it was ready: the worker has \d+ bytes for KV", last)

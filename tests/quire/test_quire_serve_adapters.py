@@ -16,6 +16,7 @@ from shared.errors import ConfigError
 from tests.quire.adapter_folders import NAMES
 from tests.quire.quire_server import serving
 from tests.quire.test_quire_serve import kill_and_await_the_next, post, wait_for
+from tests.waiting import PATIENCE
 
 PROMPTS = [f"The quick brown fox {index}" for index in range(16)]
 FLAGS = ("--enable-lora", "--max-loras=4", "--enable-lora-runtime-updates", "--max-num-seqs=32", "--dtype=float32")
@@ -72,7 +73,7 @@ def server_runs(url: str, count: int) -> bool:
 def test_an_adapter_that_does_not_fit_ends_the_start(folder: Path, adapters: Path, tmp_path: Path) -> None:
     module = f"--lora-modules=bad={adapters / 'broken'}"
     with serving(folder, tmp_path, *FLAGS, module) as server:
-        assert server.process.wait(60) != 0
+        assert server.process.wait(2 * PATIENCE) != 0
         said = server.err.read_text()
     assert f"scheduler: --lora-modules bad={adapters / 'broken'}: " in said
     assert "use_dora is not supported" in said

@@ -16,8 +16,7 @@ import pytest
 from tests.quire.adapter_folders import NAMES
 from tests.quire.quire_server import Server, healthy, serving
 from tests.quire.test_quire_serve import figure, post, wait_for
-
-pytestmark = pytest.mark.timeout(240)  # several processes import torch at once, again and again
+from tests.waiting import PATIENCE
 
 PROMPTS = [f"The quick brown fox {index}" for index in range(8)]
 FLAGS = ("--device=cpu", "--dtype=float32", "--max-num-seqs=16")
@@ -125,6 +124,6 @@ def test_two_stages_of_two_ranks_serve_adapters_and_swap(folder: Path, adapters:
 
 def test_a_model_that_cannot_be_divided_so_ends_the_start(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, "-tp=4", "--device=cpu", "--quantization=int8") as server:
-        assert server.process.wait(90) != 0
+        assert server.process.wait(2 * PATIENCE) != 0
     last = server.err.read_text().splitlines()[-1]
     assert last.startswith("quire: worker rank ")

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.soak.__main__ import main
 
 
-@pytest.mark.timeout(300)  # the model is loaded three times
 def test_nothing_is_lost_or_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     flags = ["--minutes=0.3", "--every=5", "--seed=7", "--requests=4", "--max-num-seqs=2", f"--out={page}"]

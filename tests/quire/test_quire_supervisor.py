@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from quire import children
+from quire import supervisor as supervisor_module
 from quire.children import Child, StartFailed
 from quire.service_log import ServiceLog
 from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
 from quire.watch import Watch
-from tests.waiting import until, wait_until
+from tests.waiting import PATIENCE, until, wait_until
 
 SERVICE = """
 import os, signal, sys, time
@@ -45,6 +46,12 @@ while mode != "follow" or not (folder / "stopped").exists() or "scheduler" not i
 """
 
 
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no child be killed because it gets no CPU to end."""
+    monkeypatch.setattr(supervisor_module, "QUICK_STOP", PATIENCE)
+
+
 class Fakes:
     """A supervisor of fake services in `folder`, each named after its role and behaving as `modes` say."""
 
@@ -61,7 +68,7 @@ class Fakes:
             for name, mode in modes.items()
         ]
 
-    def supervisor(self, *, ready_timeout: float = 20.0, drain_timeout: float = 5.0) -> Supervisor:
+    def supervisor(self, *, ready_timeout: float = PATIENCE, drain_timeout: float = PATIENCE) -> Supervisor:
         return Supervisor(
             self.children,
             ready=self.ready,
@@ -124,7 +131,7 @@ async def test_children_of_one_role_are_stopped_together(tmp_path: Path) -> None
     async with fakes.running(fakes.supervisor(drain_timeout=1000.0)) as run:
         await until(lambda: fakes.announced == 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: (tmp_path / "stopped").exists())
+        await until(lambda: (tmp_path / "stopped").exists() and fakes.stopped() == ["gateway"])
         await asyncio.sleep(0.2)
         assert fakes.stopped() == ["gateway"]
         fakes.children[0].kill()
@@ -277,12 +284,12 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with psutil.Popen([sys.executable, str(script)], env=environment) as supervisor:
-        wait_until(lambda: all((tmp_path / f"{name}.up").exists() for name in ("gateway", "worker")), 30)
+        wait_until(lambda: all((tmp_path / f"{name}.up").exists() for name in ("gateway", "worker")))
         descendants = supervisor.children(recursive=True)
         supervisor.kill()
         supervisor.wait()
     assert len(descendants) == 2
-    _, alive = psutil.wait_procs(descendants, timeout=10)
+    _, alive = psutil.wait_procs(descendants, timeout=PATIENCE)
     assert alive == []
 
 

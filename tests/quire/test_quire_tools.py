@@ -13,8 +13,6 @@ from tests.text.tool_templates import TEMPLATES
 
 NAME = "smol"
 
-pytestmark = pytest.mark.timeout(300)
-
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {

@@ -4,7 +4,6 @@ import os
 import shutil
 import stat
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from shared import curve
 from shared.curve import ROLES, load_connection_keys, load_listener_keys, make_keys
 from shared.errors import ConfigError
+from tests.waiting import wait_until
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -128,7 +128,7 @@ def test_a_service_waits_for_keys_that_are_being_made(tmp_path: Path, caplog: py
     (tmp_path / "scheduler").mkdir()
 
     def make_later() -> None:
-        time.sleep(0.3)
+        wait_until(lambda: "waiting up to 30 s for keys in" in caplog.text)
         make_keys(tmp_path)
 
     thread = threading.Thread(target=make_later)

@@ -5,6 +5,8 @@ import sys
 
 import psutil
 
+from tests.waiting import PATIENCE
+
 CHILD = """
 import os, time
 from shared.startup import end_with_supervisor
@@ -22,7 +24,7 @@ def test_a_service_ends_with_its_supervisor() -> None:
         assert supervisor.stdout is not None
         service = psutil.Process(int(supervisor.stdout.readline()))
         supervisor.kill()
-    service.wait(timeout=10)
+    service.wait(timeout=PATIENCE)
 
 
 def test_a_service_whose_supervisor_is_gone_does_not_start() -> None:

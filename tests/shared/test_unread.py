@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 
 from shared.unread import end_connection
+from tests.waiting import PATIENCE
 
 
 def test_a_peer_that_is_sending_is_told_at_once_that_its_connection_has_ended() -> None:
@@ -11,7 +12,7 @@ def test_a_peer_that_is_sending_is_told_at_once_that_its_connection_has_ended() 
     ends = []
     for trial in range(30):
         with socket.create_server(("127.0.0.1", 0)) as server:
-            sender = socket.create_connection(server.getsockname(), timeout=3)
+            sender = socket.create_connection(server.getsockname(), timeout=PATIENCE)
             receiver, _ = server.accept()
         thread = threading.Thread(target=lambda sender=sender: ends.append(send_until_ended(sender)))
         thread.start()

@@ -13,8 +13,8 @@ import signal
 import sys
 import tempfile
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -68,8 +68,19 @@ class Child:
         return self._log.read_text() if self._log.exists() else ""
 
     async def start(self) -> None:
+        self._started.clear()
         self._keeper = asyncio.create_task(self._keep())
         await self._started.wait()
+
+    @asynccontextmanager
+    async def absent(self, number: int = signal.SIGKILL) -> AsyncIterator[None]:
+        """Have no process for the block: signal it, wait for its end, and start the next one after the block."""
+        self.restart = False
+        self.signal(number)
+        await self.ended()
+        yield
+        self.restart = True
+        await self.start()
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -120,6 +131,7 @@ class Engine:
     ) -> None:
         self.folder = folder
         self._keys = keys
+        self._pace = folder / "pace"
         addresses = (f"tcp://127.0.0.1:{port}" for port in free_ports(2)) if tcp else None
         self.address, self.workers = addresses or (f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock")
         workers = self.workers
@@ -130,9 +142,22 @@ class Engine:
         self.ranks = [self.rank(rank, *sizes) for rank in range(math.prod(sizes))]
         self.worker = self.ranks[0]
 
+    @contextmanager
+    def slowed(self, seconds: float = 0.05) -> Iterator[None]:
+        """Let each step take so long for the block, so that a stream outlasts what a test does to it meanwhile."""
+        new, former = self._pace.with_suffix(".new"), self._pace.exists()
+        new.write_text(str(seconds))
+        new.rename(self._pace)
+        try:
+            yield
+        finally:
+            if not former:
+                self._pace.unlink()
+
     def rank(self, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int, name: str = "") -> Child:
         """Return a worker that is not started yet."""
         arguments = [f"--scheduler={self.workers}", f"--script={self.folder}/script.json", "--life={life}"]
+        arguments.append(f"--pace={self._pace}")
         arguments += [f"--supervisor={os.getpid()}", f"--zmq-keys={self._keys}", f"--rank={rank}"]
         arguments.append(f"--tensor-parallel-size={tensor_parallel_size}")
         arguments.append(f"--pipeline-parallel-size={pipeline_parallel_size}")

@@ -22,9 +22,9 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOKENS = 60
+TOKENS = 200
 NAMES = ("a1", "a2", "a3", "a4")
-SCRIPT = talk(delay=0.01, max_loras=4, max_cpu_loras=6)
+SCRIPT = talk(max_loras=4, max_cpu_loras=6)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 UPDATES = "--enable-lora-runtime-updates"
 
@@ -94,10 +94,10 @@ async def test_a_client_chooses_adapters(server: Server) -> None:
 async def test_streams_of_four_adapters_outlive_their_worker(server: Server, number: signal.Signals) -> None:
     """Every stream goes on bit by bit."""
     async with AsyncExitStack() as stack:
-        tasks = await streams_of_all(stack, server, list(NAMES), 16)
-        await asyncio.sleep(0.2)
-        assert not any(task.done() for task in tasks)
-        server.engine.worker.signal(number)
+        with server.engine.slowed():
+            tasks = await streams_of_all(stack, server, list(NAMES), 16)
+            assert not any(task.done() for task in tasks)
+            server.engine.worker.signal(number)
         answers = await asyncio.gather(*tasks)
     assert answers == [chained(prompts(index), TOKENS, 1 + index % 4) for index in range(16)]
 
@@ -117,14 +117,15 @@ async def test_more_adapters_than_slots_take_turns(server: Server, folder: Path)
 
 async def test_adapters_come_and_go_while_streams_run(server: Server, folder: Path) -> None:
     async with AsyncExitStack() as stack:
-        tasks = await streams_of_all(stack, server, list(NAMES), 16)
-        refused = await ask(server, LOAD, lora_name="bad", lora_path=str(folder / "missing"))
-        assert refused.status == 400
-        assert "is no adapter: No such file" in refused.error["message"]
-        assert refused.error["param"] == "lora_path"
-        assert not any(task.done() for task in tasks), "it was refused at once"
-        assert await load(server, "new", folder / "a7") == 200
-        assert await load(server, "new", folder / "a8") == 400, "it is there already"
+        with server.engine.slowed():
+            tasks = await streams_of_all(stack, server, list(NAMES), 16)
+            refused = await ask(server, LOAD, lora_name="bad", lora_path=str(folder / "missing"))
+            assert refused.status == 400
+            assert "is no adapter: No such file" in refused.error["message"]
+            assert refused.error["param"] == "lora_path"
+            assert await load(server, "new", folder / "a7") == 200
+            assert await load(server, "new", folder / "a8") == 400, "it is there already"
+            assert not any(task.done() for task in tasks), "none of these had to wait"
         assert await text(server, [CHAIN, 6], "new") == chained([CHAIN, 6], 8, 7)
         assert await load(server, "new", folder / "a8", load_inplace=True) == 200
         assert await text(server, [CHAIN, 6], "new") == chained([CHAIN, 6], 8, 8)
@@ -136,26 +137,29 @@ async def test_adapters_come_and_go_while_streams_run(server: Server, folder: Pa
 
 async def test_a_stream_goes_on_with_an_adapter_that_is_replaced_or_removed(server: Server, folder: Path) -> None:
     assert await load(server, "x", folder / "a5") == 200
-    async with streaming(server, [CHAIN, 7], TOKENS, model="x") as old:
-        begun = await old.event()
-        assert await load(server, "x", folder / "a6", load_inplace=True) == 200
-        async with streaming(server, [CHAIN, 7], TOKENS, model="x") as new:
+    async with AsyncExitStack() as stack:
+        with server.engine.slowed():
+            old = await stack.enter_async_context(streaming(server, [CHAIN, 7], TOKENS, model="x"))
+            begun = await old.event()
+            assert await load(server, "x", folder / "a6", load_inplace=True) == 200
+            new = await stack.enter_async_context(streaming(server, [CHAIN, 7], TOKENS, model="x"))
             assert (await ask(server, UNLOAD, lora_name="x")).status == 200
             server.engine.worker.signal(signal.SIGKILL)
-            answers = [texts(events(begun + "\n\n" + await old.rest()))[0], texts(events(await new.rest()))[0]]
+        answers = [texts(events(begun + "\n\n" + await old.rest()))[0], texts(events(await new.rest()))[0]]
     assert answers == [chained([CHAIN, 7], TOKENS, number) for number in (5, 6)]
 
 
 async def test_figures_name_the_adapters(server: Server) -> None:
-    async with streaming(server, [CHAIN, 8], TOKENS, model="a2") as stream:
-        await stream.event()
 
-        async def is_named() -> bool:
-            text = (await ask(server, "/metrics")).text
-            match = re.search(r"vllm:lora_requests_info\{(.*?)\}", text)
-            return match is not None and 'running_lora_adapters="a2"' in match[1] and 'max_lora="4"' in match[1]
+    async def is_named() -> bool:
+        text = (await ask(server, "/metrics")).text
+        match = re.search(r"vllm:lora_requests_info\{(.*?)\}", text)
+        return match is not None and 'running_lora_adapters="a2"' in match[1] and 'max_lora="4"' in match[1]
 
-        await until(is_named)
+    async with AsyncExitStack() as stack:
+        with server.engine.slowed():
+            stream = await stack.enter_async_context(streaming(server, [CHAIN, 8], TOKENS, model="a2"))
+            await until(is_named)
         await stream.rest()
 
 
@@ -164,9 +168,10 @@ async def test_streams_and_adapters_outlive_their_scheduler(server: Server, fold
     assert await load(server, "hot", folder / "a9") == 200
     names = [*NAMES, "hot"]
     async with AsyncExitStack() as stack:
-        tasks = await streams_of_all(stack, server, names, 10)
-        await asyncio.sleep(0.2)
-        server.engine.scheduler.signal(signal.SIGKILL)
+        with server.engine.slowed():
+            tasks = await streams_of_all(stack, server, names, 10)
+            assert not any(task.done() for task in tasks)
+            server.engine.scheduler.signal(signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
     numbers = [1, 2, 3, 4, 9]
     assert answers == [chained(prompts(index), TOKENS, numbers[index % 5]) for index in range(10)]

@@ -33,14 +33,13 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SLOW = talk(delay=0.01)
 WIDTH, TOKENS = 4, 40
 SEARCH = {"use_beam_search": True, "n": WIDTH, "temperature": 0}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    async with serving(SLOW, "--max-num-seqs=8", "--worker-timeout=1") as system:
+    async with serving(talk(), "--max-num-seqs=8", "--worker-timeout=1") as system:
         yield system
 
 
@@ -98,13 +97,15 @@ async def test_a_search_outlives_its_engine(server: Server, part: str, number: s
     since, prompt = await figures(server), [CHAIN, 20]
     process = getattr(server.engine, part)
     lives = process.lives
-    answer = asyncio.create_task(complete(server, prompt, TOKENS, **SEARCH))
-    await until(lambda: generated(server, since, 30))
-    assert not answer.done()
-    process.signal(number)
-    if part == "scheduler" and number is signal.SIGSTOP:
-        await asyncio.sleep(4)  # the gateway gives it up after two seconds of silence
-        process.signal(signal.SIGCONT)
+    num_lost = server.gateway.log.count("was lost")
+    with server.engine.slowed(0.1):
+        answer = asyncio.create_task(complete(server, prompt, TOKENS, **SEARCH))
+        await until(lambda: generated(server, since, 30))
+        assert not answer.done()
+        process.signal(number)
+        if part == "scheduler" and number is signal.SIGSTOP:
+            await until(lambda: server.gateway.log.count("was lost") > num_lost)
+            process.signal(signal.SIGCONT)
     assert answered(await answer) == expected(prompt)
     assert process.lives > lives or number is signal.SIGSTOP
     await until(lambda: _idle(server))
@@ -114,15 +115,16 @@ async def test_a_search_goes_on_at_another_engine() -> None:
     """The lost scheduler does not come back. All branches were at one engine."""
     prompt = [CHAIN, 30]
     async with (
-        engine(SLOW, "--engine=a") as first,
-        engine(SLOW, "--engine=b") as second,
+        engine(talk(), "--engine=a") as first,
+        engine(talk(), "--engine=b") as second,
         gateways(1, [first, second]) as (front,),
     ):
         since = await figures(front)
-        answer = asyncio.create_task(complete(front, prompt, TOKENS, **SEARCH))
-        await until(lambda: generated(front, since, 30))
-        first.scheduler.restart = False
-        first.scheduler.signal(signal.SIGKILL)
+        with first.slowed(0.1):
+            answer = asyncio.create_task(complete(front, prompt, TOKENS, **SEARCH))
+            await until(lambda: generated(front, since, 30))
+            first.scheduler.restart = False
+            first.scheduler.signal(signal.SIGKILL)
         assert answered(await answer) == expected(prompt)
         resumed = change(since, await figures(front))["quire:resumed_requests_total"]
         assert 1 <= resumed <= WIDTH
@@ -133,9 +135,10 @@ async def test_a_client_that_leaves_ends_its_search(server: Server, how: str) ->
     """ABT-01."""
     since = await figures(server)
     async with streaming(server, [CHAIN, 40], 1000, **SEARCH) as stream:
-        await until(lambda: generated(server, since, 20))
-        await getattr(stream, how)()
-    await until(lambda: _idle(server))
+        with server.engine.slowed():
+            await until(lambda: generated(server, since, 20))
+            await getattr(stream, how)()
+            await until(lambda: _idle(server))
     grown = change(since, await figures(server))
     assert ended(grown, SAMPLES) == {"abort": WIDTH}
     assert grown["vllm:generation_tokens_total"] < 1000

@@ -33,13 +33,9 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOKENS = 60
+TOKENS = 200
 POISON = {kind: 200 + at for at, kind in enumerate(("raise", "memory", "garbage"))}
-SCRIPT = talk(
-    delay=0.01,
-    start_delay=0.2,  # so that a test sees that the worker is absent
-    failures=[ScriptedFailure(token, kind) for kind, token in POISON.items()],
-)
+SCRIPT = talk(failures=[ScriptedFailure(token, kind) for kind, token in POISON.items()])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -61,10 +57,12 @@ async def plain_text(at: Listening, prompt: list[int], tokens: int = TOKENS) -> 
 async def test_a_worker_killed_while_idle_makes_the_server_unhealthy_for_a_while(server: Server) -> None:
     """PRC-02."""
     before = await settled(server)
-    server.engine.worker.signal(signal.SIGKILL)
-    await until(server.gateway.unhealthy, 2.0)
-    assert (await ask(server, "/health")).error["type"] == "ServiceUnavailableError"
-    assert await plain_text(server, [CHAIN], 5) == chained([CHAIN], 5)  # new requests wait for a worker
+    async with server.engine.worker.absent():
+        await until(server.gateway.unhealthy)
+        assert (await ask(server, "/health")).error["type"] == "ServiceUnavailableError"
+        waiting = asyncio.create_task(plain_text(server, [CHAIN], 5))
+        await until(lambda: shows(server, "vllm:num_requests_waiting", 1))
+    assert await waiting == chained([CHAIN], 5)
     await until(server.gateway.healthy)
     assert (await settled(server, before, 1))["quire:worker_losses_total"] == 1
 
@@ -74,11 +72,13 @@ async def test_streams_and_queued_requests_outlive_their_worker(server: Server, 
     """PRC-02."""
     before, prompts = await settled(server), [[CHAIN, 10 + at] for at in range(28)]
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(streaming(server, prompt, TOKENS)) for prompt in prompts[:8]]
-        begun = [await stream.event() for stream in streams]
-        queued = [asyncio.create_task(plain_text(server, prompt, 9)) for prompt in prompts[8:]]
-        server.engine.worker.signal(number)
-        await until(server.gateway.unhealthy, 5.0)
+        with server.engine.slowed():
+            streams = [await stack.enter_async_context(streaming(server, prompt, TOKENS)) for prompt in prompts[:8]]
+            begun = [await stream.event() for stream in streams]
+            queued = [asyncio.create_task(plain_text(server, prompt, 9)) for prompt in prompts[8:]]
+            await until(lambda: shows(server, "vllm:num_requests_waiting", 20))
+            async with server.engine.worker.absent(number):
+                await until(server.gateway.unhealthy)
         await until(server.gateway.healthy)
         whole = [first + "\n\n" + await stream.rest() for first, stream in zip(begun, streams, strict=True)]
     assert [texts(events(text))[0] for text in whole] == [chained(prompt, TOKENS) for prompt in prompts[:8]]
@@ -130,13 +130,15 @@ async def broken_stream(at: Listening, prompt: list[int]) -> int:
 
 async def test_a_killed_scheduler_is_a_pause() -> None:
     """Streams, plain answers and those in the queue end as if nothing had happened, with their usage."""
-    async with serving(talk(delay=0.02), "--max-num-seqs=8") as server:
+    async with serving(talk(), "--max-num-seqs=8") as server:
         prompts = [[CHAIN, 10 + at] for at in range(12)]
-        streams = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts[:8]]
-        plain = [asyncio.create_task(complete(server, prompt, TOKENS)) for prompt in prompts[8:]]
-        await until(lambda: generated(server, 40))
-        server.engine.scheduler.signal(signal.SIGKILL)
-        await until(server.gateway.unhealthy)
+        with server.engine.slowed():
+            streams = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts[:8]]
+            plain = [asyncio.create_task(complete(server, prompt, TOKENS)) for prompt in prompts[8:]]
+            await until(lambda: generated(server, 40))
+            await until(lambda: shows(server, "vllm:num_requests_waiting", 4))
+            async with server.engine.scheduler.absent():
+                await until(server.gateway.unhealthy)
         assert await asyncio.gather(*streams) == [chained(prompt, TOKENS) for prompt in prompts[:8]]
         for prompt, answer in zip(prompts[8:], await asyncio.gather(*plain), strict=True):
             assert answer.json["choices"][0]["text"] == chained(prompt, TOKENS)
@@ -185,7 +187,7 @@ async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had(server:
         for at in (server, second):
             assert await plain_text(at, [CHAIN, 4], 9) == chained([CHAIN, 4], 9)
         leaving = [asyncio.create_task(broken_off(second)) for _ in range(6)]
-        await until(lambda: running(server, 6))
+        await until(lambda: shows(server, "vllm:num_requests_running", 6))
         staying = asyncio.create_task(stream_text(server, [CHAIN, 5]))
         second.signal(signal.SIGKILL)
         await asyncio.gather(*leaving)
@@ -194,7 +196,7 @@ async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had(server:
         grown = change(before, await figures(server))
         assert ended(grown, SEQUENCES) == {"length": 3, "abort": 6}
         assert ended(grown, SAMPLES) == {"length": 2}
-        assert await server.gateway.healthy()
+        await until(server.gateway.healthy)
         await until(second.healthy)
         assert await plain_text(second, [CHAIN, 6], 9) == chained([CHAIN, 6], 9)
 
@@ -204,8 +206,8 @@ async def broken_off(at: Gateway) -> None:
         await complete(at, [ENDLESS], 2000, stream=True)
 
 
-async def running(server: Server, count: int) -> bool:
-    return (await figures(server))["vllm:num_requests_running"] == count
+async def shows(server: Server, figure: str, count: int) -> bool:
+    return (await figures(server))[figure] == count
 
 
 async def at_rest(server: Server) -> bool:

@@ -26,7 +26,7 @@ from tests.system.processes import server as serving
 from tests.waiting import until
 
 STREAMS = PLAIN = 10
-TOKENS = 80
+TOKENS = 200
 
 
 async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio.Task[Answer]"]:
@@ -47,18 +47,19 @@ async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio
 async def test_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
     """PRC-10."""
     front = ["--drain-timeout=30", "--engine-loss-timeout=0.3"]
-    async with serving(talk(delay=0.02), "--drain-timeout=30", front=front) as server:
-        running = await begin(server, [CHAIN], TOKENS)
+    async with serving(talk(), "--drain-timeout=30", front=front) as server:
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
         asked.restart = False
-        asked.signal(signal.SIGTERM)
-        await until(server.gateway.unhealthy)
-        async with client(server) as official:
-            with pytest.raises(openai.InternalServerError) as caught:
-                await official.completions.create(model=MODEL, prompt="port")
-        assert caught.value.status_code == 503
-        assert caught.value.response.headers["Retry-After"]
-        assert not any(task.done() for task in running)
+        with server.engine.slowed():
+            running = await begin(server, [CHAIN], TOKENS)
+            asked.signal(signal.SIGTERM)
+            await until(server.gateway.unhealthy)
+            async with client(server) as official:
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await official.completions.create(model=MODEL, prompt="port")
+            assert caught.value.status_code == 503
+            assert caught.value.response.headers["Retry-After"]
+            assert not any(task.done() for task in running)
         for at, answer in enumerate(await asyncio.gather(*running)):
             assert answer.status == 200
             assert text_of(answer) == chained([CHAIN, 20 + at], TOKENS)
@@ -71,16 +72,18 @@ async def test_a_drain_by_post_ends_nothing_and_sigterm_after_it_cuts_nothing(wh
     (port,) = free_ports(1)
     flags = [f"--admin-port={port}"]
     of_gateway, of_scheduler = (flags, []) if who == "gateway" else ([], flags)
-    async with serving(talk(delay=0.02), *of_scheduler, front=[*of_gateway, "--engine-loss-timeout=0.3"]) as server:
+    async with serving(talk(), *of_scheduler, front=[*of_gateway, "--engine-loss-timeout=0.3"]) as server:
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
         asked.restart = False
-        running = await begin(server, [CHAIN], TOKENS)
-        hook = asyncio.create_task(post_drain(port))
-        await until(server.gateway.unhealthy)
-        assert (await complete(server, [CHAIN], 1)).status == 503
-        if signalled:
-            asked.signal(signal.SIGTERM)
-        assert not hook.done()
+        with server.engine.slowed():
+            running = await begin(server, [CHAIN], TOKENS)
+            hook = asyncio.create_task(post_drain(port))
+            await until(server.gateway.unhealthy)
+            assert (await complete(server, [CHAIN], 1)).status == 503
+            if signalled:
+                asked.signal(signal.SIGTERM)
+            assert not hook.done()
+            assert not any(task.done() for task in running)
         for at, answer in enumerate(await asyncio.gather(*running)):
             assert text_of(answer) == chained([CHAIN, 20 + at], TOKENS)
         if signalled:

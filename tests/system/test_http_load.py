@@ -142,7 +142,7 @@ async def stand_still(server: Server, count: int, **fields: Any) -> None:
     assert (server.gateway.lives, server.engine.scheduler.lives) == (1, 1)
 
 
-@pytest.mark.timeout(0 if REQUESTS > 4000 else 120)
+@pytest.mark.timeout(0 if REQUESTS > 4000 else 300)
 async def test_thousands_of_tiny_requests_leave_no_memory(server: Server) -> None:
     """MEM-01: each has a block of its own, which the prefix cache takes and later gives up."""
     children = (server.gateway, server.engine.scheduler, server.engine.worker)

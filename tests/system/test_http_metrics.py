@@ -8,9 +8,8 @@ import pytest
 import pytest_asyncio
 from msgspec import Struct
 
-from quire.serve import free_port
-from services.gateway.config import GatewayConfig
 from tests.gateway.fakes import events, texts
+from tests.ports import free_ports
 from tests.scripted_worker import CHAIN, ScriptedFailure
 from tests.system.http_client import (
     BRIEF,
@@ -78,7 +77,7 @@ async def test_figures_are_back_at_idle_soon_after_all_have_left(server: Server)
     await until(lambda: running(server, 20))
     removed.set()
     await asyncio.gather(*clients)
-    await until(lambda: at_rest(server), 5.0)
+    await until(lambda: at_rest(server))
     grown = await settled(server, before, 20)
     assert ended(grown, SAMPLES) == ended(grown, SEQUENCES) == {"abort": 20}
 
@@ -186,17 +185,19 @@ async def test_counters_never_fall_and_failing_metrics_fail_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MET-04: the wall clock of all processes goes back at every look."""
-    broken, port = tmp_path / "broken", Port(free_port(GatewayConfig(host="127.0.0.1", port=0)))
+    broken, port = tmp_path / "broken", Port(*free_ports(1))
     monkeypatch.setenv("PYTHONPATH", FAULT_INJECTION_PATH)
     monkeypatch.setenv("FAIL_METRICS", str(broken))
     flags = ("--max-num-seqs=8", "--max-num-batched-tokens=64", f"--metrics-port={port.port}")
     async with serving(talk(delay=0.002, blocks=24), *flags) as server:
         scraper = asyncio.create_task(scrape(server))
         await work(server)
+        scraper.cancel()
+        with pytest.raises(asyncio.CancelledError):  # and no other error
+            await scraper
         broken.touch()
         for at in (server, port):
             assert (await ask(at, "/metrics")).status == 500
-        scraper.cancel()
         await work(server)
         broken.unlink()
         await until(lambda: agree(server, port))

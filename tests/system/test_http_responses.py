@@ -16,13 +16,13 @@ from tests.system.processes import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOKENS = 60
+TOKENS = 200
 FIELDS: Any = {"model": MODEL, "input": "x", "max_output_tokens": TOKENS}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    async with serving(talk(delay=0.01, start_delay=0.2), "--max-num-seqs=8", "--worker-timeout=1") as system:
+    async with serving(talk(), "--max-num-seqs=8", "--worker-timeout=1") as system:
         yield system
 
 
@@ -59,10 +59,12 @@ async def test_streams_outlive_their_worker(server: Server, number: signal.Signa
     async with client(server) as official:
         before, expected = await settled(server), await official.responses.create(**FIELDS)
         begun = [asyncio.Event() for _ in range(6)]
-        streams = [asyncio.create_task(streamed(official, one)) for one in begun]
-        whole = asyncio.create_task(official.responses.create(**FIELDS))
-        await asyncio.gather(*(one.wait() for one in begun))
-        server.engine.worker.signal(number)
+        with server.engine.slowed():
+            streams = [asyncio.create_task(streamed(official, one)) for one in begun]
+            whole = asyncio.create_task(official.responses.create(**FIELDS))
+            await asyncio.gather(*(one.wait() for one in begun))
+            assert not any(stream.done() for stream in streams)
+            server.engine.worker.signal(number)
         for answer in [*await asyncio.gather(*streams), await whole]:
             assert answer.output_text == expected.output_text
     grown = await settled(server, before, 8)

@@ -21,7 +21,7 @@ from tests.waiting import until
 TOKENS = 40
 CLIENTS = 8
 CHECK_INTERVAL = 0.05  # seconds between two health checks of the balancer
-FLAGS = ["--shutdown-delay=0.5", "--drain-timeout=30"]
+FLAGS = ["--shutdown-delay=2", "--drain-timeout=30"]  # time for the balancer to see that a gateway drains
 
 
 class Site:

@@ -24,9 +24,7 @@ from tests.system.processes import Server
 from tests.system.processes import server as serving
 from tests.waiting import until
 
-SLOW = talk(delay=0.01)
-TOKENS = 200  # two seconds, so that no request ends before its engine is lost
-STARVED = 60.0  # seconds: a gateway that is short of CPU waits longer for an engine's sign of life
+TOKENS = 200
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -44,7 +42,7 @@ async def generated(server: Server, tokens: int) -> bool:
 async def lose_scheduler(server: Server, number: signal.Signals) -> None:
     """Kill or freeze the scheduler, and wait until the next one has taken over."""
     server.engine.scheduler.signal(number)
-    await until(lambda: "was lost" in server.gateway.log, STARVED)
+    await until(lambda: "was lost" in server.gateway.log)
     if number is signal.SIGSTOP:
         server.engine.scheduler.signal(signal.SIGKILL)
     await until(server.gateway.healthy)
@@ -52,12 +50,13 @@ async def lose_scheduler(server: Server, number: signal.Signals) -> None:
 
 async def test_a_trace_tells_of_the_engine_that_was_lost(collector: Collector) -> None:
     """The official client's request, with its own trace, outlives the scheduler."""
-    async with serving(SLOW, front=[f"--otlp-traces-endpoint={collector.url}"]) as server, client(server) as official:
+    async with serving(talk(), front=[f"--otlp-traces-endpoint={collector.url}"]) as server, client(server) as official:
         prompt, headers = [CHAIN, 10], {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         create = official.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=TOKENS, extra_headers=headers)
-        asking = asyncio.ensure_future(create)
-        await until(lambda: generated(server, 10))
-        await lose_scheduler(server, signal.SIGKILL)
+        with server.engine.slowed():
+            asking = asyncio.ensure_future(create)
+            await until(lambda: generated(server, 10))
+            await lose_scheduler(server, signal.SIGKILL)
         answer = await asking
         assert answer.choices[0].text == chained(prompt, TOKENS)
         await until(lambda: len(collector.spans) == 7)
@@ -79,11 +78,12 @@ async def test_a_trace_tells_of_the_engine_that_was_lost(collector: Collector) -
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_losses_of_an_engine_are_measured(number: signal.Signals) -> None:
     """A dead process is noticed long before the two seconds after which a silent one counts as dead."""
-    async with serving(SLOW) as server, AsyncExitStack() as stack:
+    async with serving(talk()) as server, AsyncExitStack() as stack:
         prompts = [[CHAIN, 10 + at] for at in range(4)]
-        streams = [await stack.enter_async_context(streaming(server, prompt, TOKENS)) for prompt in prompts]
-        begun = [await stream.event() for stream in streams]
-        await lose_scheduler(server, number)
+        with server.engine.slowed():
+            streams = [await stack.enter_async_context(streaming(server, prompt, TOKENS)) for prompt in prompts]
+            begun = [await stream.event() for stream in streams]
+            await lose_scheduler(server, number)
         whole = [first + "\n\n" + await stream.rest() for first, stream in zip(begun, streams, strict=True)]
         assert [texts(events(text))[0] for text in whole] == [chained(prompt, TOKENS) for prompt in prompts]
         result = await figures(server)
@@ -121,12 +121,13 @@ async def test_times_add_up_with_preemptions_and_several_samples() -> None:
 
 async def test_times_add_up_after_a_resumption() -> None:
     """API-04. Half of the samples are queued when the engine is lost, and one comes while there is none."""
-    async with serving(SLOW, "--max-num-seqs=4") as server:
+    async with serving(talk(delay=0.01), "--max-num-seqs=4") as server:
         prompts = [[CHAIN, 10 + at] for at in range(8)]
-        asking = [asyncio.create_task(complete(server, prompt, TOKENS)) for prompt in prompts]
-        await until(lambda: generated(server, 20))
-        server.engine.scheduler.signal(signal.SIGSTOP)
-        await until(lambda: "was lost" in server.gateway.log, STARVED)
+        with server.engine.slowed():
+            asking = [asyncio.create_task(complete(server, prompt, TOKENS)) for prompt in prompts]
+            await until(lambda: generated(server, 20))
+            server.engine.scheduler.signal(signal.SIGSTOP)
+        await until(lambda: "was lost" in server.gateway.log)
         loop = asyncio.get_running_loop()
         asking.append(asyncio.create_task(complete(server, [CHAIN, 50], TOKENS)))
         began = loop.time()

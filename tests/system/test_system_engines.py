@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,11 @@ from shared.errors import InvalidRequest
 from shared.protocol import Snapshot
 from tests.scripted_worker import CHAIN, Script
 from tests.scripted_worker import expected_chain as expected
-from tests.system.processes import Engine, Output, complete, engine
-from tests.waiting import until
+from tests.system.processes import Engine, complete, engine
+from tests.waiting import PATIENCE, until
 
-SLOW = Script(delay=0.02)
-TOKENS = 60
+SCRIPT = Script()
+TOKENS = 200
 NAMES = "abc"
 
 
@@ -29,18 +29,22 @@ NAMES = "abc"
 async def engines(count: int) -> AsyncIterator[Sequence[Engine]]:
     """Run engines named a, b, ... for the block."""
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(engine(SLOW, f"--engine={name}")) for name in NAMES[:count]]
+        yield [await stack.enter_async_context(engine(SCRIPT, f"--engine={name}")) for name in NAMES[:count]]
 
 
 @asynccontextmanager
-async def streams(backend: Backend, count: int = 16) -> AsyncIterator[list["asyncio.Task[Output]"]]:
-    """Run `count` requests for the block, which starts once every engine has begun to answer."""
+async def streams(engines: Sequence[Engine], backend: Backend, count: int = 16) -> AsyncIterator[None]:
+    """Run `count` requests. Every engine has begun to answer when the block starts, and not ended when it does."""
     prompts = [[CHAIN, 10 + at] for at in range(count)]
     begun = {name: one.generation_tokens for name, one in snapshots(backend).items()}
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
-        await until(lambda: all(one.generation_tokens > begun[name] for name, one in snapshots(backend).items()))
-        yield running
+        with ExitStack() as stack:
+            for engine in engines:
+                stack.enter_context(engine.slowed())
+            running = [tasks.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
+            await until(lambda: all(one.generation_tokens > begun[name] for name, one in snapshots(backend).items()))
+            yield
+            assert not all(task.done() for task in running)
     assert [task.result().tokens for task in running] == [expected(prompt, TOKENS) for prompt in prompts]
 
 
@@ -58,7 +62,7 @@ async def test_requests_of_an_engine_that_is_lost_go_on_at_the_other_at_once(fro
     async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
         await until(lambda: backend.ready(2))
         first.scheduler.restart = False
-        async with streams(backend):
+        async with streams((first, second), backend):
             first.scheduler.signal(signal.SIGSTOP if frozen else signal.SIGKILL)
             await until(lambda: count(backend.losses.resumed) == 8)
         assert count(backend.losses.inexact) == 0
@@ -76,20 +80,21 @@ async def test_requests_of_an_engine_whose_worker_stays_away_go_on_at_the_other(
     async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
         await until(lambda: backend.ready(2))
         first.worker.restart = False
-        async with streams(backend):
+        async with streams((first, second), backend):
             first.worker.signal(signal.SIGKILL)
             await until(lambda: count(backend.losses.resumed) == 8)
         assert count(backend.losses.inexact) == 0
-        assert snapshots(backend)["a"].running == snapshots(backend)["a"].waiting == 0
+        await until(lambda: snapshots(backend)["a"].running == snapshots(backend)["a"].waiting == 0)
 
 
-async def test_requests_of_an_engine_whose_worker_comes_back_stay() -> None:
+async def test_requests_of_an_engine_whose_worker_comes_back_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_connection, "WORKER_ABSENCE", 2 * PATIENCE)
     async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
         await until(lambda: backend.ready(2))
-        async with streams(backend):
+        async with streams((first, second), backend):
             first.worker.signal(signal.SIGKILL)
         assert count(backend.losses.resumed) == 0
-        assert snapshots(backend)["a"].finished_length == 8
+        await until(lambda: snapshots(backend)["a"].finished_length == 8)
 
 
 async def test_engines_of_a_file_join_and_leave_under_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +106,10 @@ async def test_engines_of_a_file_join_and_leave_under_streams(tmp_path: Path, mo
         await asyncio.sleep(0.2)
         file.write_text(first.address)
         assert (await early).tokens == expected([CHAIN, 9], 9)
-        async with streams(backend, 8):
+        async with streams([first], backend, 8):
             file.write_text(f"{first.address}\n{second.address}\n")
             await until(lambda: backend.ready(2))
-            async with streams(backend, 8):
+            async with streams([first, second], backend, 8):
                 file.write_text(second.address)
                 await until(lambda: not backend.ready(2))
                 before = snapshots(backend)["a"].accepted
@@ -121,7 +126,7 @@ async def test_engines_of_a_file_join_and_leave_under_streams(tmp_path: Path, mo
 
 
 async def test_engines_are_found_by_name() -> None:
-    async with engine(SLOW, tcp=True) as found:
+    async with engine(SCRIPT, tcp=True) as found:
         port = found.address.rpartition(":")[2]
         async with Backend([f"dns://localhost:{port}"]) as backend:
             assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
@@ -136,7 +141,7 @@ async def test_an_engine_that_leaves_and_dies_gives_its_requests_to_another(
         file.write_text(f"{first.address}\n{second.address}\n")
         async with Backend([f"file://{file}"]) as backend:
             await until(lambda: backend.ready(2))
-            async with streams(backend):
+            async with streams((first, second), backend):
                 file.write_text(second.address)
                 await until(lambda: not backend.ready(2))
                 first.scheduler.signal(signal.SIGKILL)
@@ -161,34 +166,35 @@ async def test_a_chat_stays_where_its_beginning_is_cached() -> None:
 async def test_a_request_goes_where_it_fits() -> None:
     """It waits for that engine when it has died, although another one is ready, which would refuse it."""
     async with (
-        engine(SLOW, "--engine=a", "--max-model-len=64") as short,
-        engine(SLOW, "--engine=b") as long,
+        engine(SCRIPT, "--engine=a", f"--max-model-len={TOKENS + 4}") as short,
+        engine(SCRIPT, "--engine=b") as long,
         Backend([short.address, long.address]) as backend,
     ):
         await until(lambda: backend.ready(2))
         assert backend.welcome is not None
-        assert backend.welcome.max_model_len == SLOW.max_positions
-        prompt = [CHAIN] * (65 - TOKENS)
-        running = asyncio.create_task(complete(backend, prompt, TOKENS))
-        await until(lambda: snapshots(backend)["b"].generation_tokens > 3)
-        long.scheduler.signal(signal.SIGKILL)
+        assert backend.welcome.max_model_len == SCRIPT.max_positions
+        prompt = [CHAIN] * 5
+        with long.slowed():
+            running = asyncio.create_task(complete(backend, prompt, TOKENS))
+            await until(lambda: snapshots(backend)["b"].generation_tokens > 3)
+            long.scheduler.signal(signal.SIGKILL)
         assert (await running).tokens == expected(prompt, TOKENS)
         assert count(backend.losses.resumed) == 1
         with pytest.raises(InvalidRequest, match="more than the 2048 of the context"):
-            await complete(backend, prompt, SLOW.max_positions)
+            await complete(backend, prompt, SCRIPT.max_positions)
 
 
 async def test_requests_go_on_where_the_tokens_are_the_same() -> None:
     """The engine that may compute other tokens gets none of those that were lost, although it is as little loaded."""
     async with (
-        engine(SLOW, "--engine=a") as first,
-        engine(replace(SLOW, fingerprint="other"), "--engine=b") as other,
-        engine(SLOW, "--engine=c") as third,
+        engine(SCRIPT, "--engine=a") as first,
+        engine(replace(SCRIPT, fingerprint="other"), "--engine=b") as other,
+        engine(SCRIPT, "--engine=c") as third,
         Backend([first.address, other.address, third.address]) as backend,
     ):
         await until(lambda: backend.ready(3))
         first.scheduler.restart = False
-        async with streams(backend, 12):
+        async with streams([first, other, third], backend, 12):
             first.scheduler.signal(signal.SIGKILL)
             await until(lambda: count(backend.losses.resumed) == 4)
         assert count(backend.losses.inexact) == 0
@@ -200,9 +206,11 @@ async def test_a_prompt_counts_as_cached_with_its_first_token() -> None:
     prompt = [CHAIN, *range(10, 800)]
     async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
         await until(lambda: backend.ready(2))
-        running = asyncio.create_task(complete(backend, prompt, TOKENS))
-        await until(lambda: snapshots(backend)["a"].generation_tokens > 0)
-        assert (await complete(backend, prompt, 2)).tokens == expected(prompt, 2)
+        with first.slowed():
+            running = asyncio.create_task(complete(backend, prompt, TOKENS))
+            await until(lambda: snapshots(backend)["a"].generation_tokens > 0)
+            assert (await complete(backend, prompt, 2)).tokens == expected(prompt, 2)
+            assert not running.done()
         assert (await running).tokens == expected(prompt, TOKENS)
         await until(lambda: snapshots(backend)["a"].accepted == 2)
-        assert snapshots(backend)["a"].prefix_hits == len(prompt) // 16 * 16
+        await until(lambda: snapshots(backend)["a"].prefix_hits == len(prompt) // 16 * 16)

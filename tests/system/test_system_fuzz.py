@@ -51,7 +51,7 @@ from tests.system.processes import complete as complete_at
 from tests.waiting import PATIENCE, until
 
 COUNT = int(os.environ.get("QUIRE_TEST_FRAMES", "3000"))
-TIMEOUT = 120 + COUNT // 100  # seconds
+TIMEOUT = 300 + COUNT // 100  # seconds
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 ROUNDS = 4
@@ -137,7 +137,7 @@ async def streaming(at: Listening, watched: Watched) -> AsyncIterator[Streams]:
 
 def dropped(port: int) -> dict[tuple[str, str], int]:
     """Return the metric of dropped messages at a port, by role of the sender and reason."""
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as response:
         text = response.read().decode()
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for family in text_string_to_metric_families(text):

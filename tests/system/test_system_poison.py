@@ -13,7 +13,7 @@ from tests.system.processes import collect, complete, rest, serving, snapshot
 from tests.waiting import until
 
 POISON = 666
-TOKENS = 60
+TOKENS = 200
 
 
 def suspicion(request: EngineRequest) -> Suspicion:
@@ -25,15 +25,17 @@ def suspicion(request: EngineRequest) -> Suspicion:
 async def test_a_request_that_kills_workers_is_found_although_the_scheduler_dies(kind: str) -> None:
     """The scheduler is killed after the first worker that died of the request alone. The next such death is enough."""
     prompts = [[CHAIN, 10 + at] for at in range(4)]
-    async with serving(Script(delay=0.01, failures=[ScriptedFailure(POISON, kind)])) as (system, backend):
-        neighbours = [asyncio.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
-        await until(lambda: snapshot(backend).running == len(prompts))
-        sampling = Sampling(max_tokens=9, seed=0, temperature=0.0)
-        async with backend.submit(array("i", [CHAIN, POISON]), sampling) as request:
-            await until(lambda: suspicion(request).deaths_alone == 1)
-            lives = system.worker.lives
-            system.scheduler.signal(signal.SIGKILL)
-            (output,) = await collect(request)
+    script = Script(start_delay=0.5, failures=[ScriptedFailure(POISON, kind)])  # so that no worker dies unseen
+    async with serving(script) as (system, backend):
+        with system.slowed():
+            neighbours = [asyncio.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
+            await until(lambda: snapshot(backend).running == len(prompts))
+            sampling = Sampling(max_tokens=9, seed=0, temperature=0.0)
+            async with backend.submit(array("i", [CHAIN, POISON]), sampling) as request:
+                await until(lambda: suspicion(request).deaths_alone == 1)
+                lives = system.worker.lives
+                system.scheduler.signal(signal.SIGKILL)
+                (output,) = await collect(request)
         assert (output.finish, output.tokens) == (FinishReason.ERROR, [])
         assert output.detail == "the worker died 2 times while it ran this request alone"
         outputs = await asyncio.gather(*neighbours)
@@ -48,20 +50,21 @@ async def test_workers_that_are_killed_while_a_request_is_computed_again_blame_n
     """It is computed in 100 chunks, alone, and three workers are killed before it is where it once was."""
     prompt = [CHAIN, *(3 + at % 900 for at in range(1699))]
     flags = ("--max-num-seqs=16", "--max-num-batched-tokens=17", "--no-enable-prefix-caching")
-    async with serving(Script(delay=0.02), *flags) as (system, backend):
+    async with serving(None, *flags) as (system, backend):
         sampling = Sampling(max_tokens=TOKENS, seed=0, temperature=0.0)
         async with backend.submit(array("i", prompt), sampling) as request:
             running = asyncio.create_task(collect(request))
             await until(lambda: request.has_output)
             due = 0  # at this step
-            for deaths, steps in ((1, 60), (2, 10), (3, 0)):
-                await until(lambda due=due: backend.ready() and snapshot(backend).steps >= due)
-                system.worker.signal(signal.SIGKILL)
-                await until(lambda deaths=deaths: suspicion(request).deaths_alone == deaths)
-                due = steps + (0 if scheduler_dies else snapshot(backend).steps)
-                if scheduler_dies:
-                    system.scheduler.signal(signal.SIGKILL)
-                    await until(lambda: not backend.ready())
+            with system.slowed():
+                for deaths, steps in ((1, 60), (2, 10), (3, 0)):
+                    await until(lambda due=due: backend.ready() and snapshot(backend).steps >= due)
+                    system.worker.signal(signal.SIGKILL)
+                    await until(lambda deaths=deaths: suspicion(request).deaths_alone == deaths)
+                    due = steps + (0 if scheduler_dies else snapshot(backend).steps)
+                    if scheduler_dies:
+                        async with system.scheduler.absent():
+                            await until(lambda: not backend.ready())
             (output,) = await running
         assert output.tokens == expected_chain(prompt, TOKENS)
         assert output.finish is FinishReason.LENGTH

@@ -101,11 +101,13 @@ async def test_the_scheduler_exports_its_own_figures() -> None:
 async def test_the_scheduler_exports_how_soon_a_lost_worker_was_noticed_and_made_up_for() -> None:
     (port,) = free_ports(1)
     flags = (f"--metrics-port={port}", "--engine=east")
-    async with engine(Script(delay=0.01), *flags) as system, Backend([system.address]) as backend:
+    async with engine(None, *flags) as system, Backend([system.address]) as backend:
         await until(backend.ready)
-        running = asyncio.create_task(complete(backend, [CHAIN], 200))
-        await until(lambda: snapshot(backend).generation_tokens > 0)
-        system.worker.signal(signal.SIGKILL)
+        with system.slowed():
+            running = asyncio.create_task(complete(backend, [CHAIN], 200))
+            await until(lambda: snapshot(backend).generation_tokens > 0)
+            system.worker.signal(signal.SIGKILL)
+            await until(lambda: snapshot(backend).worker_losses == 1)
         await running
         result, labels = await scheduler_figures(port), {"engine": "east"}
     assert result["quire:registered_workers"] == (labels, 1.0)
@@ -117,29 +119,32 @@ async def test_the_scheduler_exports_how_soon_a_lost_worker_was_noticed_and_made
 
 
 async def test_a_worker_without_a_scheduler_gives_up_after_its_time(folder: Path) -> None:
-    flags = [f"--scheduler=ipc://{folder}/w.sock", "--scheduler-timeout=1", f"--supervisor={os.getpid()}"]
+    flags = [f"--scheduler=ipc://{folder}/w.sock", "--scheduler-timeout=3", f"--supervisor={os.getpid()}"]
     child = Child("worker", folder, ["tests/scripted_worker.py", *flags])
     child.restart = False
     await child.start()
     assert await child.ended() == 1
-    assert "no scheduler for 1 s" in child.log
+    assert "no scheduler for 3 s" in child.log
 
 
 async def test_a_worker_whose_scheduler_does_not_come_back_gives_up() -> None:
     async with engine(worker=False) as system:
         system.scheduler.restart = system.worker.restart = False
-        system.worker.argv.append("--scheduler-timeout=1")
+        system.worker.argv.append("--scheduler-timeout=3")
+        await until(Path(system.workers.removeprefix("ipc://")).exists)  # the worker does not wait for long
         await system.worker.start()
         await until(lambda: "is ready" in system.scheduler.log)
         system.scheduler.signal(signal.SIGKILL)
         assert await system.worker.ended() == 1
+        assert "no scheduler for 3 s" in system.worker.log
 
 
 async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
     """It is the first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
     script = Script(failures=[ScriptedFailure(POISON, "hang", lives=1)])
     async with engine(script, worker=False) as system, Backend([system.address]) as backend:
-        system.worker.argv.append("--scheduler-timeout=2")
+        system.worker.argv.append("--scheduler-timeout=3")
+        await until(Path(system.workers.removeprefix("ipc://")).exists)
         await system.worker.start()
         await until(backend.ready)
         assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected_chain([CHAIN, POISON], 9)

@@ -88,7 +88,7 @@ def draws(kind: str, count: int = SEQUENCES) -> Iterator[tuple[random.Random, Vo
         yield rng, vocabulary, sequence(rng, vocabulary)
 
 
-@pytest.mark.timeout(0 if SEQUENCES > 1000 else 120)
+@pytest.mark.timeout(0 if SEQUENCES > 1000 else 300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_of_any_tokens_is_that_of_one_decoding_and_only_an_unfinished_character_waits(kind: str) -> None:
     """TXT-01, TXT-02, TXT-03: the text so far is that of the tokens so far, after each token."""
@@ -104,7 +104,7 @@ def test_the_text_of_any_tokens_is_that_of_one_decoding_and_only_an_unfinished_c
         assert text + detokenizer.flush() == vocabulary.tokenizer.decode(ids, skip) == whole, (ids, skip)
 
 
-@pytest.mark.timeout(0 if SEQUENCES > 1000 else 120)
+@pytest.mark.timeout(0 if SEQUENCES > 1000 else 300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_behind_any_prompt_the_text_goes_on_where_the_prompts_last_whole_character_ends(kind: str) -> None:
     """TXT-01, TXT-03, TOK-03: also if the prompt ends inside a character, or in hidden tokens behind a part of one."""

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -16,6 +15,7 @@ from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_group import RankGroup
 from services.worker.start import start_runner
 from shared.errors import ConfigError, ModelError
+from tests.ports import free_ports
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
@@ -83,8 +83,7 @@ def test_ranks_exchange_what_they_have(tp: int, pp: int, tmp_path: Path) -> None
 
 
 def test_ranks_of_several_hosts_meet_at_an_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     assert run_ranks(exchange, 2, 1, f"127.0.0.1:{port}") == [0, 0]
 
 

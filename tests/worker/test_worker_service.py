@@ -4,12 +4,14 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
+from services.worker import adapter_loader
 from services.worker import service as module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
@@ -40,6 +42,7 @@ from shared.protocol import (
     pack_tokens,
 )
 from tests.scripted_worker import Script, ScriptedRunner
+from tests.waiting import PATIENCE, wait_until
 
 EPOCH = Epoch("test", 1)
 CONFIGURE = Configure(EPOCH, 16, 8, 4, 64, 128)
@@ -89,6 +92,7 @@ class HeldRunner(ScriptedRunner):
         super().__init__(Script())
         self.steps: list[HeldStep] = []
         self.adapter_calls: list[str] = []
+        self.reads = threading.Event()  # an adapter is to be read
         self.read = threading.Event()  # lets adapters be read
         self.readers: set[int] = set()  # threads
 
@@ -97,6 +101,7 @@ class HeldRunner(ScriptedRunner):
         return self.steps[-1]
 
     def load_adapter(self, adapter: int, path: str) -> str:
+        self.reads.set()
         self.read.wait()
         self.readers.add(threading.get_native_id())
         if path == "broken":
@@ -137,7 +142,7 @@ class ServedRunner:
     def send(self, message: Configure | StepPlan | Stop | LoadAdapter | UnloadAdapter) -> None:
         self.send_bytes(encode(message))
 
-    def receive(self, seconds: float = 5.0) -> WorkerToScheduler | None:
+    def receive(self, seconds: float = PATIENCE) -> WorkerToScheduler | None:
         """Return the next message that is no heartbeat, or None if none comes in time."""
         deadline = time.monotonic() + seconds
         while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
@@ -157,10 +162,7 @@ class ServedRunner:
         count = len(self.runner.steps) + len(plans)
         for plan in plans:
             self.send(plan)
-        deadline = time.monotonic() + 5
-        while len(self.runner.steps) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: len(self.runner.steps) >= count)
 
     def close(self) -> None:
         self.runner.read.set()
@@ -168,7 +170,7 @@ class ServedRunner:
             step.finish.set()
         if not self.socket.closed:
             self.send(Stop())
-        self.thread.join(10)
+        self.thread.join(PATIENCE)
         self.context.destroy(linger=0)
 
 
@@ -198,7 +200,7 @@ def test_a_step_that_fails_on_the_device_is_a_fault(served: ServedRunner) -> Non
     assert isinstance(fault, Fault)
     assert (fault.epoch, fault.step) == (EPOCH, 0)
     assert "out of memory" in fault.detail
-    served.thread.join(5)
+    served.thread.join(PATIENCE)
     assert not served.thread.is_alive()
 
 
@@ -218,7 +220,7 @@ def test_a_step_that_fails_names_its_requests(served: ServedRunner, caplog: pyte
         step.finish.set()
     assert served.receive() == StepResult(EPOCH, 0, [])
     assert isinstance(served.receive(), Fault)
-    served.thread.join(5)
+    served.thread.join(PATIENCE)
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert (record.message, record.request_ids) == ("step 1 failed", ["a", "c"])  # type: ignore[attr-defined]
     assert record.exc_info is not None
@@ -272,7 +274,7 @@ def test_a_worker_that_is_told_to_end_computes_until_the_scheduler_says_stop(ser
     assert served.receive(3 * POLL_INTERVAL) is None, "it says so once"
     assert served.thread.is_alive(), "the scheduler may have more for it"
     served.send(Stop())
-    served.thread.join(5)
+    served.thread.join(PATIENCE)
     assert not served.thread.is_alive()
 
 
@@ -287,15 +289,18 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_a_silent_scheduler(
     assert served.thread.is_alive(), "it computes"
     served.runner.steps[0].finish.set()
     assert served.receive() == StepResult(EPOCH, 0, [])
-    served.thread.join(5)
+    served.thread.join(PATIENCE)
     assert not served.thread.is_alive()
 
 
-def test_a_worker_that_is_told_to_end_does_not_wait_for_a_scheduler_that_is_gone(served: ServedRunner) -> None:
+def test_a_worker_that_is_told_to_end_does_not_wait_for_a_scheduler_that_is_gone(
+    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_TIMEOUT", 2 * PATIENCE)
     served.service.stop()
     assert served.receive() == Leave()
     served.socket.close(linger=0)
-    served.thread.join(module.LEAVE_TIMEOUT / 2)
+    served.thread.join(PATIENCE)
     assert not served.thread.is_alive()
 
 
@@ -343,13 +348,22 @@ def test_any_error_of_reading_an_adapter_is_answered(served: ServedRunner) -> No
     assert served.receive() == AdapterLoaded(2, "digest of a")
 
 
-def test_a_new_epoch_forgets_adapters_that_are_being_read(served: ServedRunner) -> None:
+def test_a_new_epoch_forgets_adapters_that_are_being_read(
+    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their answers would be taken for loaded adapters, which the runner has forgotten."""
+    cancelled, wait = threading.Event(), adapter_loader.wait
+
+    def note_and_wait(pending: list["Future[None]"]) -> None:
+        cancelled.set()
+        wait(pending)
+
+    monkeypatch.setattr(adapter_loader, "wait", note_and_wait)
     for number in (1, 2):
         served.send(LoadAdapter(number, "a"))
-    time.sleep(0.1)  # so that the first is being read
+    assert served.runner.reads.wait(PATIENCE), "the first is being read"
     served.send(Configure(Epoch("test", 2), 16, 8, 4, 64, 128))
-    time.sleep(0.1)
+    assert cancelled.wait(PATIENCE), "the second is not going to be read"
     served.runner.read.set()
     assert served.receive() == Configured(Epoch("test", 2))
     served.send(LoadAdapter(3, "a"))
@@ -405,7 +419,7 @@ class ServedRank(ServedRunner):
 
     def join(self) -> list[int]:
         """Wait for the end of the process."""
-        self.thread.join(5)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         return self.exits
 
