@@ -94,12 +94,28 @@ def lark_grammar(text: str, param: str) -> str:
     """
     if "::=" in text:
         check_length(text, param, MAX_GBNF_LENGTH)
+        text = _separate_repetitions(text)
     elif (num_rules := text.count(":")) > MAX_RULES:
         raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules, got {num_rules}", param)
     try:
         return llguidance.grammar_from("grammar", text)
     except ValueError as error:
         raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
+
+
+_GBNF_PART = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*'  # texts, characters and comments, which stay as they are
+    r"|(?P<repetition>[*+?}])(?=[\s)]*\)\s*[*+?{])"
+)
+
+
+def _separate_repetitions(text: str) -> str:
+    """Return a grammar in GBNF's notation with an empty text behind each repetition that is repeated itself.
+
+    The library drops the parentheses around a repetition that stands alone: it would write `("a"{2}){3}` as
+    `"a"{2,2}{3,3}`, which is no Lark.
+    """
+    return _GBNF_PART.sub(lambda part: part[0] + (' ""' if part["repetition"] else ""), text)
 
 
 def schema_text(schema: Any, param: str) -> str:
