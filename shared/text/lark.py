@@ -88,11 +88,11 @@ def _grammars(text: str) -> list[dict[str, Any]]:
 
 
 def lark_grammar(text: str, param: str) -> str:
-    """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules have `::=`.
+    """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules begin with a name and `::=`.
 
     Raise `InvalidRequest`, naming `param`, if it is too long or cannot be converted.
     """
-    if "::=" in text:
+    if _GBNF_RULE.search(text):
         check_length(text, param, MAX_GBNF_LENGTH)
         text = _separate_repetitions(text)
     elif (num_rules := text.count(":")) > MAX_RULES:
@@ -102,6 +102,8 @@ def lark_grammar(text: str, param: str) -> str:
     except ValueError as error:
         raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
 
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 _GBNF_PART = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*'  # texts, characters and comments, which stay as they are

@@ -70,6 +70,7 @@ def refusal(**demand: Any) -> str:
         ({"choice": ["yes", 'no "way"', "höher"]}, 'no "way"', "no"),
         ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, "a12", "a"),
         ({"grammar": 'root ::= "x" digits\ndigits ::= [0-9]+\n'}, "x7", "x"),
+        ({"grammar": 'start: /(a+)*/ "::="'}, "aa::=", "aa"),
         ({"grammar": 'root ::= ("a"{2}){3}'}, "aaaaaa", "aaaa"),
         ({"grammar": 'root ::= (("ab"+ )\n )* "}" | "x" ("y"?){2}'}, "abab}", "xyyy"),
         ({"grammar": 'root ::= ([0-9]{2} )? "+)*" [*+?})] # ("x"+)?'}, "12+)*}", '12+ "")*}'),
