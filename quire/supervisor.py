@@ -2,7 +2,7 @@
 
 It knows processes, signals, readiness and heartbeats, but not what the children do. It stops them in the order of
 `children`, those of one role together: first the ones that accept requests, so that accepted requests can finish, and
-last the ones that others say goodbye to.
+last the ones that others report to.
 """
 
 import asyncio

@@ -103,11 +103,14 @@ def lark_grammar(text: str, param: str) -> str:
         raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
 
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 _GBNF_PART = re.compile(
-    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*'  # texts, characters and comments, which stay as they are
-    r"|(?P<repetition>[*+?}])(?=[\s)]*\)\s*[*+?{])"
+    # Texts, sets of characters and comments stay as they are. Those without an end go on to that of the grammar: looking
+    # for it again and again would take long.
+    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*'
+    r"|(?P<repetition>[*+?}])(?=[\s)]*\)\s*[*+?{])",
+    re.DOTALL,
 )
 
 

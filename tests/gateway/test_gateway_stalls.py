@@ -99,6 +99,7 @@ BOMBS: dict[str, Any] = {
     "ambiguous": {"regex": "(x+x+)+y"},
     "long": {"regex": ".{0,5000}z"},
     "alternatives": {"json": anyof(12)},
+    "no end of a set": {"grammar": "root ::= " + "[" * 8000},
     "recursion": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}},
 }
 
