@@ -106,8 +106,8 @@ def lark_grammar(text: str, param: str) -> str:
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 _GBNF_PART = re.compile(
-    # Texts, sets of characters and comments stay as they are. Those without an end go on to that of the grammar: looking
-    # for it again and again would take long.
+    # Texts, sets of characters and comments stay as they are. Those without an end go on to that of the grammar, since
+    # looking for it again and again would take long.
     r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*'
     r"|(?P<repetition>[*+?}])(?=[\s)]*\)\s*[*+?{])",
     re.DOTALL,
