@@ -64,7 +64,7 @@ class RankGroup:
             return
         self.close()
         tp, pp = self.parallel.tensor_parallel_size, self.parallel.pipeline_parallel_size
-        with _loss_named():
+        with self._loss_named():
             dist.init_process_group(
                 "nccl" if self._device.type == "cuda" else "gloo",
                 store=PrefixStore(key, self._store(key)),
@@ -94,7 +94,7 @@ class RankGroup:
         if self.parallel.tensor_parallel_size == 1 or not self._connected:
             return x
         if not self._ordered:
-            with _loss_named():
+            with self._loss_named():
                 dist.all_reduce(x, group=self._stage_group)
             return x
         parts = self._gather(x)
@@ -114,23 +114,37 @@ class RankGroup:
     def send(self, x: Tensor) -> None:
         """Hand hidden states to the next stage."""
         if self._connected:
-            with _loss_named():
+            with self._loss_named():
                 dist.send(x.contiguous(), self.parallel.rank + self.parallel.tensor_parallel_size)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return hidden states from the stage before."""
         x = torch.zeros(shape, dtype=dtype, device=self._device)
         if self._connected:
-            with _loss_named():
+            with self._loss_named():
                 dist.recv(x, self.parallel.rank - self.parallel.tensor_parallel_size)
         return x
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.parallel.tensor_parallel_size)]
-        with _loss_named():
+        with self._loss_named():
             dist.all_gather(parts, x, group=self._stage_group)
         return parts
+
+    @contextmanager
+    def _loss_named(self) -> Iterator[None]:
+        """Raise RankLost for an error of an exchange within the block, without the place in torch's source.
+
+        A GPU's may be about an earlier step, which is no loss; Gloo's have no type of their own.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._device.type != "cpu" and not isinstance(error, dist.DistError):
+                raise
+            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0])
+            raise RankLost(f"another rank is gone or does not answer: {reason}") from error
 
     def _store(self, key: str) -> Any:
         place = parse_rendezvous(self._rendezvous)
@@ -141,16 +155,6 @@ class RankGroup:
             is_host = self.parallel.rank == 0
             self._tcp_store = TCPStore(*place, is_master=is_host, timeout=self._timeout)
         return self._tcp_store
-
-
-@contextmanager
-def _loss_named() -> Iterator[None]:
-    """Raise RankLost for an error of torch.distributed within the block, without the place in its source."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0])
-        raise RankLost(f"another rank is gone or does not answer: {reason}") from error
 
 
 def _let_senders_finish() -> None:
