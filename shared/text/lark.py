@@ -92,13 +92,13 @@ def lark_grammar(text: str, param: str) -> str:
 
     Raise `InvalidRequest`, naming `param`, if it is too long or cannot be converted.
     """
-    if _GBNF_RULE.search(text):
+    is_gbnf = _GBNF_RULE.search(text) is not None
+    if is_gbnf:
         check_length(text, param, MAX_GBNF_LENGTH)
-        text = _separate_repetitions(text)
     elif (num_rules := text.count(":")) > MAX_RULES:
         raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules, got {num_rules}", param)
     try:
-        return llguidance.grammar_from("grammar", text)
+        return llguidance.grammar_from("grammar", _without_library_faults(text) if is_gbnf else text)
     except ValueError as error:
         raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
 
@@ -106,21 +106,37 @@ def lark_grammar(text: str, param: str) -> str:
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 _GBNF_PART = re.compile(
-    # Texts, sets of characters and comments stay as they are. Those without an end go on to that of the grammar, since
-    # looking for it again and again would take long.
-    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*'
-    r"|(?P<repetition>[*+?}])(?=[\s)]*\)\s*[*+?{])",
+    # Texts, sets of characters, comments, and repetitions that are repeated. What has no end goes on to that of the
+    # grammar, since looking for it again and again would take long.
+    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*|[*+?}](?=[\s)]*\)\s*[*+?{])',
     re.DOTALL,
 )
 
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
-def _separate_repetitions(text: str) -> str:
-    """Return a grammar in GBNF's notation with an empty text behind each repetition that is repeated itself.
 
-    The library drops the parentheses around a repetition that stands alone: it would write `("a"{2}){3}` as
-    `"a"{2,2}{3,3}`, which is no Lark.
+def _without_library_faults(text: str) -> str:
+    """Return a grammar in GBNF's notation as the library converts it to the right one in Lark's.
+
+    It drops the parentheses around a repetition that stands alone, and so writes `("a"{2}){3}` as `"a"{2,2}{3,3}`: an
+    empty text behind the inner repetition keeps them. It also drops the zeros of `\\u00e9`, so the character itself is
+    there.
     """
-    return _GBNF_PART.sub(lambda part: part[0] + (' ""' if part["repetition"] else ""), text)
+
+    def mended(part: re.Match[str]) -> str:
+        if part[0][0] in '"[':
+            return _GBNF_ESCAPE.sub(_character, part[0])
+        return part[0] if part[0][0] == "#" else part[0] + ' ""'
+
+    return _GBNF_PART.sub(mended, text)
+
+
+def _character(escape: re.Match[str]) -> str:
+    """Return the character that an escape has by its number; below 128 as `\\x41`, since it may have a meaning."""
+    if not (digits := escape[1] or escape[2]):
+        return escape[0]
+    number = int(digits, 16)
+    return chr(number) if number >= 0x80 else f"\\x{number:02x}"
 
 
 def schema_text(schema: Any, param: str) -> str:
