@@ -122,6 +122,14 @@ def check_type(name: str, value: object, types: type | tuple[type, ...], descrip
         raise InvalidRequest(f"{name} must be {description}, got {brief(value)}", name)
 
 
+def seed_of(value: Any) -> int | None:
+    """Return the argument `seed` of `LLM`. Raise `ConfigError` unless it is a whole number or None."""
+    try:
+        return None if value is None else whole("seed", value)
+    except InvalidRequest as error:
+        raise ConfigError(error.message) from error
+
+
 def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are not None, with vLLM's settings in `others` under Quire's names.
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from quire import vllm
 from quire.adapters import AdapterChoice, Adapters, AdapterSet
-from quire.arguments import PromptType, translate_arguments
+from quire.arguments import PromptType, seed_of, translate_arguments
 from quire.engine import InProcessEngine
 from quire.llm_metrics import Metric, read_metrics
 from quire.outputs import BeamSearchOutput, RequestOutput
@@ -119,7 +119,7 @@ class LLM:
         }
         if isinstance(token := others.pop("hf_token", None), str):  # True: the one that is stored on this machine
             os.environ["HF_TOKEN"] = token
-        arguments = translate_arguments(settings, others)
+        seed, arguments = seed_of(seed), translate_arguments(settings, others)
         scheduler = resolve(SchedulerConfig, arguments, {})
         worker = resolve(WorkerConfig, arguments, vllm.own_variables(os.environ))
         text = resolve(GatewayConfig, arguments, {})

@@ -129,8 +129,8 @@ def children(settings: Settings, services: LocalServices, folder: Path, log: Ser
     workers = [f"{engine} {rank}".strip() for engine in engines for rank in ranks]
     return [
         *_children("gateway", services.gateways, gateways, log, [environment | shared_metrics] * len(gateways)),
-        *_children("scheduler", services.schedulers, engines, log, [environment] * len(engines)),
         *_children("worker", services.workers, workers, log, _worker_environments(services.workers, environment)),
+        *_children("scheduler", services.schedulers, engines, log, [environment] * len(engines)),
     ]
 
 

@@ -19,11 +19,10 @@ from msgspec.structs import replace
 from quire.children import describe
 from quire.settings import bare_environment, service_arguments
 from services.worker.config import WorkerConfig
-from shared.errors import EngineFailure
+from shared.errors import EngineFailure, ProtocolError
 from shared.protocol import (
     Configure,
     Fault,
-    Heartbeat,
     LoadAdapter,
     Register,
     StepPlan,
@@ -34,7 +33,7 @@ from shared.protocol import (
     decode_from_worker,
     encode,
 )
-from shared.transport import PeerGone, PeerSlow, listen
+from shared.transport import Message, PeerGone, PeerSlow, listen
 
 CHECK_INTERVAL = 0.25
 """Seconds between two looks for processes that have ended before they had a connection."""
@@ -94,13 +93,16 @@ class RankProcesses:
         """Read the messages that have come. Return those that answer something, each with its rank."""
         answers: list[tuple[int, WorkerToScheduler]] = []
         while (received := self._listener.receive()) is not None:
-            message = decode_from_worker(received.body)
+            message = self._decode(received)
             if isinstance(message, Register):
                 self._ranks[received.peer] = self._connections[received.fd] = message.rank
+            rank = self._ranks.get(received.peer)
+            if message is None or rank is None:  # heartbeats come from nobody, by a connection of their own
+                continue
             if isinstance(message, Fault):
-                raise EngineFailure(f"rank {self._ranks[received.peer]} failed: {message.detail.rstrip()}")
-            if not isinstance(message, (Heartbeat, StepResult)):
-                answers.append((self._ranks[received.peer], message))
+                raise EngineFailure(f"rank {rank} failed: {message.detail.rstrip()}")
+            if not isinstance(message, StepResult):
+                answers.append((rank, message))
         lost = [rank for fd in self._listener.monitor.drain() if (rank := self._connections.get(fd)) is not None]
         for rank in lost + [rank for rank, process in self._processes.items() if process.poll() is not None]:
             self._report_end(rank)
@@ -122,6 +124,15 @@ class RankProcesses:
         self._ranks.clear()
         self._starter.shutdown()
         self._stack.close()
+
+    def _decode(self, received: Message) -> WorkerToScheduler | None:
+        """Return a message. If it is none, raise `EngineFailure` if a rank has sent it, and else return None."""
+        try:
+            return decode_from_worker(received.body)
+        except ProtocolError as error:
+            if (rank := self._ranks.get(received.peer)) is None:
+                return None
+            raise EngineFailure(f"rank {rank} sent an invalid message: {error}") from error
 
     def _report_end(self, rank: int) -> None:
         """Raise `EngineFailure`, with the rank and the way in which it has ended."""

@@ -29,7 +29,7 @@ from services.gateway.tools import check_tools, for_template
 from services.scheduler.core import Limits
 from shared.beam_params import BeamSearchParams
 from shared.errors import InvalidRequest, ModelError, brief
-from shared.params import SamplingParams, cache_salt
+from shared.params import SamplingParams, boolean, cache_salt
 from shared.protocol import ReasoningLimit
 from shared.text.bad_words import tokenize_bad_words
 from shared.text.grammars import GrammarCompiler
@@ -139,6 +139,8 @@ class RequestBuilder:
         """Return a request for a conversation, or for each of several. Raise as `from_prompts` does."""
         check_type("messages", messages, Sequence, "a list of messages, or of such lists")
         check_type("chat_template_kwargs", chat_template_kwargs, (Mapping, type(None)), "a mapping")
+        boolean("add_generation_prompt", add_generation_prompt)
+        boolean("continue_final_message", continue_final_message)
         single = bool(messages) and isinstance(messages[0], Mapping)
         template = self._template(chat_template, chat_template_content_format)
         variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})

@@ -1,8 +1,8 @@
 """`Supervisor`: starts the children of one server together, watches them, and stops them in order.
 
 It knows processes, signals, readiness and heartbeats, but not what the children do. It stops them in the order of
-`children`, those of one role together: first the ones that accept requests, last the ones that compute, so that
-accepted requests can finish.
+`children`, those of one role together: first the ones that accept requests, so that accepted requests can finish, and
+last the ones that others report to.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Supervisor:
         for _, group in groupby(self.children, key=lambda child: child.role):
             await asyncio.gather(*(child.stop(grace) for child in group))
             grace = QUICK_STOP
-            for child in self.children:  # all requests have ended, and a rank in a step ends with its scheduler
+            for child in self.children:  # all requests have ended, and a rank ends if another one has
                 child.let_end()
         return 0
 

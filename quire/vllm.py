@@ -211,6 +211,7 @@ _PAGE = """\
 `--config` too. So does `quire.LLM` with arguments of these names, but it refuses those of a server
 (`shutdown_timeout`, ...). Flags that are not here are Quire's own under the same name ([settings](settings.md)). Names
 may be written with underscores, counts as `32k` (32,000) or `32K` (32,768), and short names (`-tp`) are known.
+`--max-model-len auto` and `-1` are the default: the model's own limit, or the longest context that fits the memory.
 `make docs` writes this page from the code; `quire knobs --vllm` prints it.
 
 """

@@ -579,7 +579,7 @@ class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
     epoch: Epoch
     step: Count  # 0 also for the configuration
-    detail: LongText  # the traceback, or what to do about missing memory
+    detail: LongText  # the traceback, or a line: what to do about missing memory, or how the loss of a rank showed
     out_of_memory: bool = False  # the device had too little for the whole step: no request is to blame
 
 

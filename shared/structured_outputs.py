@@ -5,13 +5,22 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, brief
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
+OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("json_object", bool, "true or false"),
+    ("disable_any_whitespace", bool, "true or false"),
+    ("disable_additional_properties", bool, "true or false"),
+    ("whitespace_pattern", str, "a text"),
+)
+"""Fields with their types, in Python and in words."""
+
 
 class StructuredOutputsParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One demand on an output's form. Raise `InvalidRequest` if there are several, or none.
+    """One demand on an output's form. Raise `InvalidRequest` if there are several, or none, or for an option of a wrong
+    type. What is demanded is checked when it becomes a grammar.
 
     `json` is a JSON schema, as an object or as its text. `grammar` is in Lark's or GBNF's notation. `structural_tag`
     has tags, within which the text follows a schema, and the triggers that begin them. The last three fields are of
@@ -29,6 +38,12 @@ class StructuredOutputsParams(Struct, frozen=True, kw_only=True, forbid_unknown_
     whitespace_pattern: str | None = None  # a regular expression for the whitespace between tokens
 
     def __post_init__(self) -> None:
+        for name, kind, words in OPTIONS:
+            value = getattr(self, name)
+            if not isinstance(value, kind | None):
+                raise InvalidRequest(
+                    f"structured_outputs: {name} must be {words}, got {brief(value)}", "structured_outputs"
+                )
         if len(self._kinds) != 1:
             found = " and ".join(self._kinds) or "none"
             raise InvalidRequest(

@@ -30,6 +30,10 @@ class OutOfMemory(RuntimeError):
     """The device has too little memory for a step. The message says which settings need less."""
 
 
+class RankLost(RuntimeError):
+    """Another rank of the group is gone, or has not answered in time. The message is one line."""
+
+
 class PendingStep(Protocol):
     """A step that was launched. It may still be running on the device, or be computed when `result` is called."""
 

@@ -10,7 +10,9 @@ the others had nothing to add. The epoch is the key of the meeting, so no rank m
 """
 
 import os
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from services.worker.interface import RankLost
 from services.worker.parallel_config import ParallelConfig, parse_rendezvous
 
 LOOPBACK = "lo"
@@ -33,8 +36,8 @@ class RankGroup:
     """The connection of a rank to the others of its group. A group of one exchanges nothing.
 
     `rendezvous` is where the ranks find each other: "host:port" of the host of rank 0, or a folder on one host. An
-    operation fails after `timeout` seconds, or as soon as the connection to another rank ends. `ordered` makes sums on
-    a GPU independent of the size of the batch too; on a CPU they always are.
+    operation raises RankLost after `timeout` seconds, or as soon as the connection to another rank ends. `ordered`
+    makes sums on a GPU independent of the size of the batch too; on a CPU they always are.
     """
 
     def __init__(
@@ -54,24 +57,25 @@ class RankGroup:
         self._tcp_store: Any = None  # one for all epochs, since rank 0 listens at its port
 
     def connect(self, key: str) -> None:
-        """Meet the other ranks, which use the same `key`. Return once all are there. Raise RuntimeError if they are
-        not within the timeout.
+        """Meet the other ranks, which use the same `key`. Return once all are there. Raise RankLost if they are not
+        within the timeout.
         """
         if self.parallel.world_size == 1:
             return
         self.close()
         tp, pp = self.parallel.tensor_parallel_size, self.parallel.pipeline_parallel_size
-        dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
-            store=PrefixStore(key, self._store(key)),
-            rank=self.parallel.rank,
-            world_size=self.parallel.world_size,
-            timeout=self._timeout,
-        )
-        for stage in range(pp):  # every rank has to make every group
-            group = dist.new_group(range(stage * tp, (stage + 1) * tp), timeout=self._timeout)
-            if stage == self.parallel.pp_rank:
-                self._stage_group = group
+        with self._loss_named():
+            dist.init_process_group(
+                "nccl" if self._device.type == "cuda" else "gloo",
+                store=PrefixStore(key, self._store(key)),
+                rank=self.parallel.rank,
+                world_size=self.parallel.world_size,
+                timeout=self._timeout,
+            )
+            for stage in range(pp):  # every rank has to make every group
+                group = dist.new_group(range(stage * tp, (stage + 1) * tp), timeout=self._timeout)
+                if stage == self.parallel.pp_rank:
+                    self._stage_group = group
         _let_senders_finish()
         self._connected = True
 
@@ -90,7 +94,8 @@ class RankGroup:
         if self.parallel.tensor_parallel_size == 1 or not self._connected:
             return x
         if not self._ordered:
-            dist.all_reduce(x, group=self._stage_group)
+            with self._loss_named():
+                dist.all_reduce(x, group=self._stage_group)
             return x
         parts = self._gather(x)
         total = parts[0]
@@ -109,20 +114,37 @@ class RankGroup:
     def send(self, x: Tensor) -> None:
         """Hand hidden states to the next stage."""
         if self._connected:
-            dist.send(x.contiguous(), self.parallel.rank + self.parallel.tensor_parallel_size)
+            with self._loss_named():
+                dist.send(x.contiguous(), self.parallel.rank + self.parallel.tensor_parallel_size)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return hidden states from the stage before."""
         x = torch.zeros(shape, dtype=dtype, device=self._device)
         if self._connected:
-            dist.recv(x, self.parallel.rank - self.parallel.tensor_parallel_size)
+            with self._loss_named():
+                dist.recv(x, self.parallel.rank - self.parallel.tensor_parallel_size)
         return x
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.parallel.tensor_parallel_size)]
-        dist.all_gather(parts, x, group=self._stage_group)
+        with self._loss_named():
+            dist.all_gather(parts, x, group=self._stage_group)
         return parts
+
+    @contextmanager
+    def _loss_named(self) -> Iterator[None]:
+        """Raise RankLost for an error of an exchange within the block, without the place in torch's source.
+
+        A GPU's may be about an earlier step, which is no loss; Gloo's have no type of their own.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._device.type != "cpu" and not isinstance(error, dist.DistError):
+                raise
+            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0])
+            raise RankLost(f"another rank is gone or does not answer: {reason}") from error
 
     def _store(self, key: str) -> Any:
         place = parse_rendezvous(self._rendezvous)

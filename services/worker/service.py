@@ -38,7 +38,7 @@ import zmq
 
 from services.worker.adapter_loader import AdapterLoader
 from services.worker.config import WorkerConfig
-from services.worker.interface import OutOfMemory, Runner
+from services.worker.interface import OutOfMemory, RankLost, Runner
 from services.worker.result_waiter import Failure, Result, ResultWaiter
 from services.worker.running_requests import RunningRequests
 from shared.curve import ConnectionKeys
@@ -214,7 +214,8 @@ class _Connection:
             on_gpu = not self._service.runner.info.device.startswith("cpu")
             waits = waiter.num_pending > 0 or (on_gpu and self._epoch is not None)
         if waits:
-            logger.warning("ending without the other ranks")
+            level = logging.INFO if reason is CloseReason.STOPPED else logging.WARNING
+            logger.log(level, "ending without the other ranks")
             logging.shutdown()
             os._exit(CloseReason.FAILED.value if reason.value is None else reason.value)
 
@@ -256,7 +257,9 @@ class _Connection:
         self._last_event = time.monotonic()
 
     def _lose_scheduler(self, refusal: str) -> CloseReason:
-        if not refusal:
+        if self._service.stopping:
+            logger.info("the scheduler is gone")
+        elif not refusal:
             logger.warning("the scheduler is gone; waiting for it with the model loaded")
             self._service.renew_deadline()
         elif not self._service.refusal:
@@ -353,9 +356,10 @@ class _Connection:
         step, task, extra = 0, "the configuration", of_requests(())
         if isinstance(request, StepPlan):
             step, task, extra = request.step, f"step {request.step}", of_requests(self._requests.of_step(request))
-        if isinstance(error, OutOfMemory):
+        if isinstance(error, OutOfMemory | RankLost):  # whose messages say all
             logger.error("%s: %s", task, error, extra=extra)
-            socket.send(encode(Fault(request.epoch, step, str(error), out_of_memory=True)))
+            logger.debug("it failed here", exc_info=error)
+            socket.send(encode(Fault(request.epoch, step, str(error), isinstance(error, OutOfMemory))))
             return CloseReason.FAILED
         logger.error("%s failed", task, exc_info=error, extra=extra)
         socket.send(encode(Fault(request.epoch, step, "".join(traceback.format_exception(error)))))

@@ -88,18 +88,55 @@ def _grammars(text: str) -> list[dict[str, Any]]:
 
 
 def lark_grammar(text: str, param: str) -> str:
-    """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules have `::=`.
+    """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules begin with a name and `::=`.
 
     Raise `InvalidRequest`, naming `param`, if it is too long or cannot be converted.
     """
-    if "::=" in text:
+    is_gbnf = _GBNF_RULE.search(text) is not None
+    if is_gbnf:
         check_length(text, param, MAX_GBNF_LENGTH)
     elif (num_rules := text.count(":")) > MAX_RULES:
         raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules, got {num_rules}", param)
     try:
-        return llguidance.grammar_from("grammar", text)
+        return llguidance.grammar_from("grammar", _without_library_faults(text) if is_gbnf else text)
     except ValueError as error:
         raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
+
+
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+_GBNF_PART = re.compile(
+    # Texts, sets of characters, comments, and repetitions that are repeated. What has no end goes on to that of the
+    # grammar, since looking for it again and again would take long.
+    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*|[*+?}](?=[\s)]*\)\s*[*+?{])',
+    re.DOTALL,
+)
+
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _without_library_faults(text: str) -> str:
+    """Return a grammar in GBNF's notation as the library converts it to the right one in Lark's.
+
+    It drops the parentheses around a repetition that stands alone, and so writes `("a"{2}){3}` as `"a"{2,2}{3,3}`: an
+    empty text behind the inner repetition keeps them. It also drops the zeros of `\\u00e9`, so the character itself is
+    there.
+    """
+
+    def mended(part: re.Match[str]) -> str:
+        if part[0][0] in '"[':
+            return _GBNF_ESCAPE.sub(_character, part[0])
+        return part[0] if part[0][0] == "#" else part[0] + ' ""'
+
+    return _GBNF_PART.sub(mended, text)
+
+
+def _character(escape: re.Match[str]) -> str:
+    """Return the character that an escape has by its number; below 128 as `\\x41`, since it may have a meaning."""
+    if not (digits := escape[1] or escape[2]):
+        return escape[0]
+    number = int(digits, 16)
+    return chr(number) if number >= 0x80 else f"\\x{number:02x}"
 
 
 def schema_text(schema: Any, param: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 
 ITEMS = {
@@ -41,9 +41,16 @@ TEXTS = {
 LISTS = (
     *("prompt", "messages", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("tools", "documents", "unknown"),
+    *("responses.input", "responses.tools", "responses.include"),
 )
-OBJECTS = ("chat_template_kwargs", "logit_bias", "metadata", "response_format", "stream_options", "unknown")
-STRINGS = ("prompt", "content", "model", "user", "stop", "cache_salt", "key")
+OBJECTS = (
+    *("chat_template_kwargs", "logit_bias", "metadata", "response_format", "stream_options", "unknown"),
+    *("responses.metadata", "responses.text"),
+)
+STRINGS = (
+    *("prompt", "content", "model", "user", "stop", "cache_salt", "key"),
+    *("responses.input", "responses.instructions", "responses.user"),
+)
 
 
 def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
@@ -75,6 +82,9 @@ def _keys(size: int) -> bytes:
 
 def _body(field: str, value: bytes) -> tuple[str, bytes]:
     """Return the path and body of a request in which `field` has this value."""
+    if field.startswith("responses."):
+        name = field.partition(".")[2].encode()
+        return RESPONSES, (b"{" if name == b"input" else b'{"input":"hi",') + b'"' + name + b'":' + value + b"}"
     if field == "messages":
         return CHAT, b'{"messages":' + value + b"}"
     if field == "content":

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 STREAM = b'{"prompt":"hi","stream":true}'
 WHOLE = b'{"prompt":"hi"}'
+RESPONSES = [post(body=body, path="/v1/responses") for body in (b'{"input":"hi","stream":true}', b'{"input":"hi"}')]
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -85,13 +86,13 @@ async def test_a_slow_answer_comes_behind_an_interim_one(monkeypatch: pytest.Mon
         assert await exchange.ended()
 
 
-@pytest.mark.parametrize("body", [STREAM, WHOLE])
+@pytest.mark.parametrize("request_", [post(body=STREAM), post(body=WHOLE), *RESPONSES])
 @pytest.mark.parametrize("pause_at", [0, 1])
-async def test_who_is_gone_is_noticed_in_every_phase(pause_at: int, body: bytes) -> None:
+async def test_who_is_gone_is_noticed_in_every_phase(pause_at: int, request_: bytes) -> None:
     """HTTP-03: even if there is no token to write."""
     backend = FakeBackend()
     backend.pause_at = pause_at
-    async with listening(backend) as port, connect(port, post(body=body)) as exchange:
+    async with listening(backend) as port, connect(port, request_) as exchange:
         await backend.submitted.wait()
         exchange.leave()
         await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)

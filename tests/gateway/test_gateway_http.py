@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from services.gateway.api_requests import ChatRequest, CompletionRequest
+from services.gateway.api_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from services.gateway.middlewares import OPEN_PATHS
 from shared.errors import EngineFailure
 from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
@@ -232,16 +239,25 @@ async def test_a_body_that_is_not_compressed_as_it_says() -> None:
 WRONG: list[Any] = [None, "x", "", 7, -7, 1.5, [], [1], ["x"], [[1]], {}, {"a": 1}, True, False, 10**30]
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_any_type_in_any_field_is_no_failure(path: str) -> None:
+MESSAGES = [{"role": "user", "content": "x"}]
+REQUESTS: list[tuple[str, type[Any], dict[str, Any]]] = [
+    (PATHS[0], CompletionRequest, {"prompt": "x", "max_tokens": 2}),
+    (PATHS[1], ChatRequest, {"messages": MESSAGES, "max_tokens": 2}),
+    ("/v1/responses", ResponsesRequest, {"input": "x", "max_output_tokens": 2}),
+    ("/tokenize", TokenizeCompletionRequest, {"prompt": "x"}),
+    ("/tokenize", TokenizeChatRequest, {"messages": MESSAGES}),
+    ("/detokenize", DetokenizeRequest, {"tokens": [5]}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "good"), REQUESTS, ids=[kind.__name__ for _, kind, _ in REQUESTS])
+async def test_any_type_in_any_field_is_no_failure(path: str, kind: type[Any], good: dict[str, Any]) -> None:
     """GTW-10."""
-    kind = CompletionRequest if path == PATHS[0] else ChatRequest
-    good: dict[str, Any] = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
     refused = 0
     async with serve(BeamBackend()) as client:
         for field in kind.__struct_fields__:
             for value in WRONG:
-                async with client.post(path, json=good | {"max_tokens": 2, field: value}) as response:
+                async with client.post(path, json=good | {field: value}) as response:
                     assert response.status in (200, 400, 404), (field, value)
                     if response.status != 200 and value is not None:
                         error = await error_of(response)
@@ -251,14 +267,16 @@ async def test_any_type_in_any_field_is_no_failure(path: str) -> None:
         await client.complete(prompt="x")
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
     "body",
     [b"[]", b"1", b'""', b"", b"{", b"null", b"\xff", b"[" * 5000 + b"]" * 5000, b'{"temperature": NaN}',
      b'{"n": 1e400}',
      b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", b'{"n": ' + b"9" * 6000 + b"}",
      b'{"chat_template_kwargs": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", b'{"prompt": "\\ud800"}',
-     b'{"messages": [{"role": "user", "content": "\\udc00 x"}]}', b'{"prompt": "x"} trailing']
+     b'{"messages": [{"role": "user", "content": "\\udc00 x"}]}', b'{"prompt": "x"} trailing',
+     b'{"input": "\\ud800"}', b'{"input": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}",
+     b'{"tokens": [1.5]}']
 )  # fmt: skip
 async def test_bodies_that_are_no_request(path: str, body: bytes) -> None:
     """GTW-10."""

@@ -8,7 +8,8 @@ pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 PROMPT = b'{"prompt":"hi","stream":true,"stream_options":{"include_usage":true}}'
 CHAT = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
-STREAMS = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+RESPONSE = b'{"input":"hi","stream":true}'
+STREAMS = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSE}
 
 
 @pytest.mark.parametrize("headers", [("Connection: keep-alive",), ("Connection: close",), ()])
@@ -21,7 +22,8 @@ async def test_a_stream_ends_with_its_connection(path: str, headers: tuple[str, 
         assert (answer.version, answer.status) == ("HTTP/1.0", 200)
         assert answer.headers.get("connection", "close") == "close"
         assert "transfer-encoding" not in answer.headers
-        assert answer.body.endswith(b"data: [DONE]\n\n")
+        last = answer.body.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+        assert last.startswith(b"event: response.completed\n" if path == "/v1/responses" else b"data: [DONE]")
 
 
 async def test_a_stream_of_http_1_1_keeps_its_connection() -> None:

@@ -214,6 +214,24 @@ async def test_a_prompt_that_is_too_long_is_cut_only_if_that_is_asked_for() -> N
     assert len(backend.requests[0].tokens) == 60
 
 
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        ({"input": "x" * 257}, 400),
+        ({"max_output_tokens": 1000}, 400),
+        ({"model": "no"}, 404),
+        ({"temperature": -1}, 400),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strng"}}}}, 400),
+    ],
+)
+async def test_refusals_of_a_stream_have_their_status(wrong: dict[str, Any], status: int) -> None:
+    """STR-10."""
+    async with serve() as client:
+        plain = await client.refused("/v1/responses", {"input": "hi"} | wrong)
+        assert plain == await client.refused("/v1/responses", {"input": "hi", "stream": True} | wrong)
+        assert plain[0] == status
+
+
 async def test_several_tokens_may_come_in_an_event() -> None:
     async with serve(FakeBackend(says("one two three"))) as client:
         events = await stream(client, stream_interval=2)

@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,31 @@ def test_the_mapped_bytes_of_a_tensor(stored: str, tmp_path: Path) -> None:
     mapped = files.mapped(name)
     sizes = {"old bin": [], "gptq": [64 * 32, 2 * 32, 2 * 64 * 2]}  # quants, zero points, scales
     assert [tensor.nbytes for tensor in mapped] == sizes.get(stored, [64 * 64 * 4])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_progress_is_counted_in_bytes_of_the_files(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the type that is computed in, they would be half as many for these floats, and four times for these quants."""
+    path = save_packed(llama(**WIDE), tmp_path, Scheme()) if packed else save(llama(**WIDE), tmp_path)
+    files, tensors = open_model(path)
+    totals: list[int] = []
+    done: list[int] = []
+
+    @contextmanager
+    def counting(_: str, total: int) -> Iterator[Callable[[int], object]]:
+        totals.append(total)
+        yield done.append
+
+    monkeypatch.setattr(parameters, "progress", counting)
+    precision = Precision(torch.bfloat16, "gptq" if packed else None, torch.bfloat16)
+    with load_weights(files, tensors, precision, CPU) as weights:
+        for name, source in tensors.sources.items():
+            (weights.load_matrix if len(source.tensors[0].shape) == 2 else weights.load)(name)
+    stored = load_file(path / "model.safetensors")
+    assert totals == [sum(tensor.nbytes for name, tensor in stored.items() if not name.endswith(".g_idx"))]
+    assert sum(done) == totals[0]
 
 
 def test_pages_are_read_ahead_and_released_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

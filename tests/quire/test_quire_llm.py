@@ -312,6 +312,8 @@ def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
         {"chat_template": 5},
         {"chat_template_kwargs": [1]},
         {"chat_template_kwargs": {"messages": []}},
+        {"add_generation_prompt": "no"},
+        {"add_generation_prompt": False, "continue_final_message": 1},
     ],
 )
 def test_what_is_no_chat_is_refused(llm: LLM, arguments: dict[str, Any]) -> None:
@@ -470,6 +472,9 @@ def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(
         ("block_size", 17),
         ("gpu_memory_utilization", 1.5),
         ("dtype", "int3"),
+        ("seed", "x"),
+        ("seed", 1.5),
+        ("seed", True),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(folder: Path, argument: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from quire.instance_folder import remove_stale
+from quire.supervisor import STOPPING
 from tests.ports import free_ports
 from tests.quire.quire_server import Server, health, healthy, serving, short_folder
 from tests.waiting import PATIENCE, found_dead, wait_until
@@ -171,6 +172,16 @@ def test_what_is_killed_leaves_nothing_and_hurts_no_other(
         assert live.files() >= SOCKETS
         assert live.stop(signal.SIGTERM) == 0
         assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [[], ["--tensor-parallel-size=2"]], ids=["one worker", "two ranks"])
+def test_services_that_are_told_to_end_warn_of_nothing(folder: Path, tmp_path: Path, flags: list[str]) -> None:
+    with serving(folder, tmp_path, *flags, "--device=cpu") as server:
+        continuation(server.url)
+        assert server.stop(signal.SIGINT) == 0
+    _, said, ending = server.err.read_text().partition(STOPPING)
+    assert said
+    assert not re.search("WARNING|ERROR|starts again|killed", ending), ending
 
 
 @pytest.mark.parametrize("seconds", [0.2, 1.0, 3.0, 6.0])

@@ -78,6 +78,7 @@ def test_streams_outlive_each_rank_and_the_scheduler_bit_by_bit(folder: Path, tm
         said = server.err.read_text()
     assert "worker rank 0 | ended (signal SIGKILL); starts again" in said
     assert "worker rank 1 | " in said
+    assert "Traceback" not in said, "a rank that loses another one has a line for that"
 
 
 @pytest.mark.skipif("QUIRE_TEST_RANKS" not in os.environ, reason="it takes minutes: make test-all runs it")

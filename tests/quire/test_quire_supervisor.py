@@ -113,13 +113,13 @@ def own_children() -> Sequence[int]:
 
 
 async def test_a_signal_stops_the_children_in_order(tmp_path: Path) -> None:
-    fakes = Fakes(tmp_path, {"gateway": "serve", "scheduler": "serve", "worker": "serve"})
+    fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "serve", "scheduler": "serve"})
     async with fakes.running(fakes.supervisor()) as run:
         await until(lambda: fakes.announced == 1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await run == 0
         assert own_children() == []
-    assert fakes.stopped() == ["gateway", "scheduler", "worker"]
+    assert fakes.stopped() == ["gateway", "worker", "scheduler"]
     assert fakes.said == [STOPPING, "stopped"]
 
 
@@ -221,8 +221,8 @@ async def test_a_child_is_not_brought_back_while_draining(tmp_path: Path) -> Non
     assert fakes.starts("worker") == 1
 
 
-async def test_a_rank_that_ends_with_its_scheduler_is_not_brought_back(tmp_path: Path) -> None:
-    """No request is left when schedulers are told to end."""
+async def test_one_that_ends_with_another_is_not_brought_back(tmp_path: Path) -> None:
+    """As a rank does. No request is left by then."""
     fakes = Fakes(tmp_path, {"gateway": "serve", "scheduler": "linger", "worker": "follow"})
     async with fakes.running(fakes.supervisor()) as run:
         await until(lambda: fakes.announced == 1)

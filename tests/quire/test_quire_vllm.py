@@ -66,6 +66,7 @@ def test_what_is_renamed_has_its_effect() -> None:
     assert (result.scheduler.max_model_len, result.worker.quantization) == (2048, "gptq")
     assert parse("--max-model-len auto")[0].scheduler.max_model_len is None
     assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
+    assert parse("--max-model-len -1")[0].scheduler.max_model_len is None
     assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
     assert parse("--max-logprobs 5")[0].gateway.max_logprobs == 5
     assert parse("-dp 2 --api_server_count=3")[0].serve == settings.ServeConfig(
@@ -175,6 +176,7 @@ def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
         ({"trust_remote_code": True, "max_paddings": 4, "disable_log_stats": False}, {}),
         ({"swap_space": 4, "preemption_mode": "swap"}, {"swap_space": 4, "preemption_mode": "swap"}),
         ({"max_model_len": "auto", "nnodes": 1, "hf_overrides": None, "rope_scaling": None}, {}),
+        ({"max_model_len": -1}, {}),
         ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
         ({"cpu_offload_gb": 0.0, "logits_processors": [], "hf_overrides": {}}, {}),
         ({"nnodes": np.int64(1), "data_parallel_size": np.int64(1)}, {}),

@@ -4,12 +4,15 @@ All run with the page-memory oracle and the invariants of the simulation, so no 
 the tokens that it gets alone.
 """
 
+import sys
+from array import array
 from random import Random
 
 from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
+from services.scheduler.core.prefix import PrefixIndex
 from shared.protocol import FinishReason, Refusal, Refused, Suspicion
 
 
@@ -202,16 +205,14 @@ def test_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
 
 
 def test_equal_hashes_do_not_make_equal_blocks() -> None:
-    """PFX-08."""
-    # -1 and -2 have one hash in Python, and so have these keys; the index compares what was hashed
-    from array import array
-
-    from services.scheduler.core.prefix import PrefixIndex
-
-    index = PrefixIndex(1)
-    for token in range(300):  # more than any hash of 8 bits could tell apart
-        index.publish("", array("i", [token]), token)
-    assert [index.match_prefix(array("i", [token]), "")[0].block for token in range(300)] == list(range(300))
+    """PFX-08: the index compares what was hashed."""
+    index, tokens = PrefixIndex(1), array("i", [7])
+    nodes = [5 + at * sys.hash_info.modulus for at in range(4)]
+    assert len({hash((node, tokens.tobytes())) for node in nodes}) == 1
+    for block, node in enumerate(nodes):
+        index.publish(node, tokens, block)
+    assert [index.match_prefix(tokens, node)[0].block for node in nodes] == [0, 1, 2, 3]
+    assert not index.match_prefix(tokens, 5 + 4 * sys.hash_info.modulus)
 
 
 def test_hits_are_counted_in_tokens_of_whole_blocks() -> None:

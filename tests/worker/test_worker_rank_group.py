@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.worker.config import WorkerConfig
+from services.worker.interface import RankLost
 from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_group import RankGroup
 from services.worker.start import start_runner
@@ -69,6 +70,20 @@ def check_receivers(group: RankGroup) -> None:
     assert tasks
     assert {os.sched_getscheduler(int(task.name)) for task in tasks} == {os.SCHED_BATCH}
     group.all_gather(torch.zeros(1, 1))
+
+
+def end_or_notice(group: RankGroup) -> None:
+    """End the process of rank 1, and check that the other one learns of it in a line."""
+    if group.parallel.rank == 1:
+        os._exit(7)
+    with pytest.raises(RankLost, match=r"^another rank is gone or does not answer: [^[]") as caught:
+        group.all_gather(torch.zeros(1, 1))
+    assert "\n" not in str(caught.value)
+    os._exit(5)
+
+
+def test_a_rank_that_ends_is_noticed_by_the_others(tmp_path: Path) -> None:
+    assert run_ranks(end_or_notice, 2, 1, str(tmp_path)) == [5, 7]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such class")

@@ -14,7 +14,7 @@ import zmq
 from services.worker import adapter_loader
 from services.worker import service as module
 from services.worker.config import WorkerConfig
-from services.worker.interface import OutOfMemory
+from services.worker.interface import OutOfMemory, RankLost
 from services.worker.service import POLL_INTERVAL, Service
 from shared.errors import ModelError
 from shared.protocol import (
@@ -239,15 +239,18 @@ def test_a_configuration_that_fails_is_a_fault(served: ServedRunner, caplog: pyt
     assert "the configuration failed" in caplog.messages
 
 
-def test_missing_memory_is_one_line(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [OutOfMemory("a smaller --max-num-seqs needs less"), RankLost("rank 1 is gone")])
+def test_what_needs_no_traceback_is_one_line(
+    served: ServedRunner, error: OutOfMemory | RankLost, caplog: pytest.LogCaptureFixture
+) -> None:
     def launch(plan: StepPlan) -> HeldStep:
-        raise OutOfMemory("a smaller --max-num-batched-tokens needs less")
+        raise error
 
     served.runner.launch = launch  # type: ignore[method-assign]
     with caplog.at_level(logging.ERROR):
         served.send(StepPlan(EPOCH, 0, []))
-        assert served.receive() == Fault(EPOCH, 0, "a smaller --max-num-batched-tokens needs less", True)
-    assert caplog.messages == ["step 0: a smaller --max-num-batched-tokens needs less"]
+        assert served.receive() == Fault(EPOCH, 0, str(error), isinstance(error, OutOfMemory))
+    assert caplog.messages == [f"step 0: {error}"]
 
 
 def test_the_watchdog_is_fed_when_a_step_is_finished_and_not_while_it_is_computed(
@@ -294,14 +297,13 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_a_silent_scheduler(
 
 
 def test_a_worker_that_is_told_to_end_does_not_wait_for_a_scheduler_that_is_gone(
-    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LEAVE_TIMEOUT", 2 * PATIENCE)
+    served: ServedRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     served.service.stop()
     assert served.receive() == Leave()
     served.socket.close(linger=0)
     served.thread.join(PATIENCE)
     assert not served.thread.is_alive()
+    assert not caplog.messages, "both were told to end, which is no loss"
 
 
 def test_a_worker_outlives_messages_that_cannot_be_read(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:

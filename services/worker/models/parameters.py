@@ -58,12 +58,12 @@ class CheckpointWeights:
         sources: Mapping[str, Sequence[Piece]],
         precision: Precision,
         device: torch.device,
-        report: Callable[[int], object],
+        report: Callable[[str], object],
     ) -> None:
         self._files, self._sources = files, sources
         self._precision, self.device, self.dtype = precision, device, precision.dtype
         self._copy = copy_to(device)
-        self._report = report  # called with the size of each loaded parameter, in bytes as if it were not quantised
+        self._report = report  # called with the name of each loaded parameter
         self._pages = MappedPages(files, sources)
         self.dequantized: list[str] = []  # tensors whose format matmuls cannot use
 
@@ -73,7 +73,9 @@ class CheckpointWeights:
     def load(self, name: str) -> Tensor:
         """Return the parameter called `name`. Raise ModelError naming a tensor that cannot be read."""
         self._pages.proceed_to(name)
-        return self._copied(self._sources[name])
+        parameter = self._copied(self._sources[name])
+        self._report(name)
+        return parameter
 
     def _copied(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the parameter on its device and in its type."""
@@ -84,23 +86,24 @@ class CheckpointWeights:
             for target, part in zip(torch.split(parameter, rows), self._stored(pieces), strict=True)
             for first, (block,) in row_blocks([part])
         )
-        self._report(parameter.nbytes)
         return parameter
 
     def load_matrix(self, name: str) -> Weight:
         """Return the matrix called `name`: with the checkpoint's quants, to be rounded to quants, or as floats."""
         self._pages.proceed_to(name)
-        pieces, precision = self._sources[name], self._precision
-        if precision.quantization in get_args(CheckpointQuantization):
+        matrix = self._matrix(self._sources[name])
+        self._report(name)
+        return matrix
+
+    def _matrix(self, pieces: Sequence[Piece]) -> Weight:
+        if self._precision.quantization in get_args(CheckpointQuantization):
             matrix = _joined([self._files.get_quantized(piece.name, piece.region) for piece in pieces])
             if matrix is not None:
-                self._report(_elements(pieces) * self.dtype.itemsize)
                 return matrix.to(self.device)
             self.dequantized += [piece.name for piece in pieces if self._files.is_quantized(piece.name)]
         if self.device.type != "cpu":
             return self._copied(pieces)
-        self._report(_elements(pieces) * self.dtype.itemsize)
-        return float_matrix(list(self._stored(pieces)), precision)
+        return float_matrix(list(self._stored(pieces)), self._precision)
 
     def _stored(self, pieces: Sequence[Piece]) -> Iterator[Rows]:
         """Yield the pieces of a parameter, as they are stored or to be dequantised."""
@@ -212,9 +215,9 @@ def load_weights(
     sources = {name: pieces for name, pieces in sources.items() if pieces}
     for name, pieces in sources.items():
         _refuse_broken_groups(files, tensors.sources[name], pieces, precision)
-    elements = sum(map(_elements, sources.values()))
-    with progress("loading weights", elements * precision.dtype.itemsize) as report:
-        weights = CheckpointWeights(files, sources, precision, device, report)
+    sizes = {name: _stored_size(files, pieces) for name, pieces in sources.items()}
+    with progress("loading weights", sum(sizes.values())) as report:
+        weights = CheckpointWeights(files, sources, precision, device, lambda name: report(sizes[name]))
         yield weights
     if names := weights.dequantized:
         kinds = "GGUF's Q2_K to Q8_0, IQ4_NL and IQ4_XS, groups of 32 inputs, and tables"
@@ -245,8 +248,14 @@ def _joined(
     return stack(quantized) if len(quantized) == len(parts) else None
 
 
-def _elements(pieces: Sequence[Piece]) -> int:
-    return sum(math.prod(piece.shape) for piece in pieces)
+def _stored_size(files: WeightFiles, pieces: Sequence[Piece]) -> int:
+    """Return the bytes that `pieces` have in their files; of a file that is not mapped, as if it held floats only."""
+    size = 0
+    for piece in pieces:
+        mapped = files.mapped(piece.name, piece.stored)
+        floats = 0 if mapped else math.prod(piece.shape)
+        size += sum(part.nbytes for part in mapped) + floats * files.dtype(piece.name).itemsize
+    return size
 
 
 def _check(files: WeightFiles, source: ParameterSource) -> None:
