@@ -298,6 +298,8 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_a_silent_scheduler(
 
 def test_a_worker_that_is_told_to_end_does_not_wait_for_a_scheduler_that_is_gone(
     served: ServedRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_TIMEOUT", 2 * PATIENCE)
     served.service.stop()
     assert served.receive() == Leave()
     served.socket.close(linger=0)
