@@ -55,7 +55,8 @@ async def _run_ranks(config: WorkerConfig, argv: Sequence[str]) -> int:
             asyncio.get_running_loop().add_signal_handler(number, _signal, ranks, signal.SIGTERM)
         ends = {asyncio.ensure_future(process.wait()): rank for rank, process in enumerate(ranks)}
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        end = max(done, key=lambda end: end.result() != 0)
+        # Several may be found to have ended: those that fail do so because of one that was killed.
+        end = max(done, key=lambda end: (end.result() < 0, end.result() > 0))
         status = end.result()
         logger.info("rank %d of %d has ended with status %d; the others end too", ends[end], size, status)
         await asyncio.wait(ends, timeout=GRACE)
