@@ -134,7 +134,7 @@ class RankGroup:
 
     @contextmanager
     def _loss_named(self) -> Iterator[None]:
-        """Raise RankLost for an error of an exchange within the block, without the place in torch's source.
+        """Raise RankLost for an error of an exchange within the block, without the place in its source or its advice.
 
         A GPU's may be about an earlier step, which is no loss; Gloo's have no type of their own.
         """
@@ -143,7 +143,7 @@ class RankGroup:
         except RuntimeError as error:
             if self._device.type != "cpu" and not isinstance(error, dist.DistError):
                 raise
-            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0])
+            reason = re.sub(r"\[\S+:\d+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
             raise RankLost(f"another rank is gone or does not answer: {reason}") from error
 
     def _store(self, key: str) -> Any:

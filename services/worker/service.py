@@ -277,7 +277,8 @@ class _Connection:
 
     def _check_idle(self, connected: bool) -> CloseReason | None:
         if self._service.stopping:
-            waits = connected and time.monotonic() - self._last_event < LEAVE_TIMEOUT
+            # A worker that has been idle for longer has not told the scheduler yet.
+            waits = connected and (not self._leaving or time.monotonic() - self._last_event < LEAVE_TIMEOUT)
             return None if waits else CloseReason.STOPPED
         if not connected and time.monotonic() > self._service.deadline:
             logger.error("no scheduler for %.0f s", self._config.scheduler_timeout)

@@ -281,6 +281,16 @@ def test_a_worker_that_is_told_to_end_computes_until_the_scheduler_says_stop(ser
     assert not served.thread.is_alive()
 
 
+def test_a_worker_that_was_idle_for_long_leaves_its_scheduler_too(
+    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes while it waits for a message."""
+    monkeypatch.setattr(module, "LEAVE_TIMEOUT", POLL_INTERVAL)
+    time.sleep(3 * POLL_INTERVAL)
+    served.service.stop()
+    assert served.receive() == Leave()
+
+
 def test_a_worker_that_is_told_to_end_does_not_wait_for_a_silent_scheduler(
     served: ServedRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
