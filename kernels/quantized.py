@@ -13,13 +13,14 @@ floats that have to be computed from something else are `Rows`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.gguf_weight import GGUFWeight
+from kernels.gguf_weight import GGUFPart, GGUFWeight
 from kernels.table_weight import TableWeight
 
 QUANT_GROUP_SIZE = 32
@@ -39,6 +40,21 @@ class Rows(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A matrix of floats that the CPU's kernels read where it is stored. Others ask for its rows."""
+
+    parts: Sequence[Tensor | GGUFPart]  # whose outputs follow one another; blocks have whole groups of 32 inputs
+    rows: Rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.rows[rows]
 
 
 def row_blocks(parts: Sequence[Rows]) -> Iterator[tuple[int, list[Tensor]]]:

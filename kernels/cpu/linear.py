@@ -6,12 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.gguf_weight import GGUFWeight
+from kernels.gguf_weight import GGUFPart, GGUFWeight
 from kernels.quantized import (
     QUANT_GROUP_SIZE,
     FloatWeight,
     RoundedWeight,
     Rows,
+    StoredRows,
     Weight,
     restore_input_order,
     row_blocks,
@@ -19,6 +20,7 @@ from kernels.quantized import (
 from kernels.table_weight import TableWeight
 
 PANEL = 32  # outputs of a panel
+_NO_BLOCKS = -1  # instead of the type of blocks: a tensor of floats
 
 
 class PackedWeight(NamedTuple):
@@ -78,21 +80,19 @@ def pack_linear(weight: Weight) -> Packed:
         weight = FloatWeight(weight.dtype, [weight])
     if isinstance(weight, FloatWeight):
         panels = torch.ops.quire.float_panels(*weight.shape, weight.dtype)
-        for rows, target in _blocks(weight.parts, panels):
-            torch.ops.quire.pack_linear(rows, target)
+        for parts, target in _blocks(weight.parts, panels):
+            torch.ops.quire.pack_linear(*parts, target)
         return PackedWeight(panels, weight.shape[0])
     if isinstance(weight, RoundedWeight):
         panels = torch.ops.quire.channel_panels(*weight.shape, weight.bits)
-        for rows, target in _blocks(weight.parts, panels):
-            torch.ops.quire.round_and_pack(rows, weight.bits, target)
+        for parts, target in _blocks(weight.parts, panels):
+            torch.ops.quire.round_and_pack(*parts, weight.shape[1], weight.bits, target)
         return PackedChannelWeight(panels, *weight.shape, weight.bits)
     if isinstance(weight, TableWeight):
         codes, tables = [part.codes for part in weight.parts], [part.tables for part in weight.parts]
         return PackedTableWeight(torch.ops.quire.pack_tables(codes, tables), *weight.shape, list(weight.outliers or ()))
     if isinstance(weight, GGUFWeight):
-        blocks, types = [part.blocks for part in weight.parts], [int(part.type) for part in weight.parts]
-        first_groups = [part.first // QUANT_GROUP_SIZE for part in weight.parts]
-        records, *format = torch.ops.quire.pack_blocks(blocks, types, first_groups, weight.shape[1])
+        records, *format = torch.ops.quire.pack_blocks(*_operands(weight.parts), weight.shape[1])
         return PackedQuantizedWeight(records, weight.shape[0], tuple(format))
     parts = weight.parts
     quants, scales = [part.quants for part in parts], [part.scales for part in parts]
@@ -104,12 +104,44 @@ def pack_linear(weight: Weight) -> Packed:
     return packed if order is None else ReorderedWeight(packed, order)
 
 
-def _blocks(parts: Sequence[Rows], panels: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield the rows of all parts, in types that kernels read, in blocks, each with the panels for it."""
+class _Operands(NamedTuple):
+    """The parts of a weight as kernels take them: csrc/float_parts.h."""
+
+    tensors: list[Tensor]
+    types: list[int]
+    first_groups: list[int]
+
+
+def _blocks(parts: Sequence[Rows], panels: Tensor) -> Iterator[tuple[_Operands, Tensor]]:
+    """Yield the rows of all parts in blocks, each with the panels for it: all at once if kernels can read them where
+    they lie.
+    """
+    stored = [_stored(part) for part in parts]
+    if all(stored):
+        yield _operands([own for part in stored for own in part]), panels
+        return
     for first, rows in row_blocks(parts):
         end = first + sum(map(len, rows))
-        floats = [part.float() if part.dtype == torch.float64 else part for part in rows]
-        yield floats, panels[first // PANEL : -(-end // PANEL)]
+        yield _operands(rows), panels[first // PANEL : -(-end // PANEL)]
+
+
+def _stored(part: Rows) -> Sequence[Tensor | GGUFPart]:
+    """Return `part` as it lies in memory or in a file; nothing if its rows are yet to be computed."""
+    if isinstance(part, StoredRows):
+        return part.parts
+    return [part] if isinstance(part, Tensor) else []
+
+
+def _operands(parts: Sequence[Tensor | GGUFPart]) -> _Operands:
+    return _Operands(
+        [part.blocks if isinstance(part, GGUFPart) else _in_a_kernels_type(part) for part in parts],
+        [int(part.type) if isinstance(part, GGUFPart) else _NO_BLOCKS for part in parts],
+        [part.first // QUANT_GROUP_SIZE if isinstance(part, GGUFPart) else 0 for part in parts],
+    )
+
+
+def _in_a_kernels_type(part: Tensor) -> Tensor:
+    return part.float() if part.dtype == torch.float64 else part
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:

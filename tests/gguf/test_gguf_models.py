@@ -1,5 +1,6 @@
 """Compares models in GGUF files in Quire's worker with transformers, with the same (dequantised) weights."""
 
+import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +13,20 @@ from transformers import PreTrainedModel
 
 from benchmarks.quantized_checkpoints import type_in
 from kernels.cpu import extension
+from kernels.load import ops
+from kernels.quantized import RoundedWeight, StoredRows
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.gguf.header import read_header
+from shared.gguf.tensor_data import Region
 from tests.gguf import transformers_reference
 from tests.gguf.gguf_writer import TypeOf, write
 from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from tests.models.tiny_models import Forward, llama, reference_logits
 
+OPS = ops(torch.device("cpu"))
 compiled = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -133,6 +138,27 @@ def plain_blocks(name: str) -> GGMLQuantizationType:
 def k_types(name: str) -> GGMLQuantizationType:
     """Return a type of blocks of 256 that matmuls take. Matrices that are joined have different types."""
     return GGMLQuantizationType[("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")[sum(name.encode()) % 6]]
+
+
+@compiled
+@pytest.mark.parametrize("types", [mixed, k_types], ids=["mixed", "K types"])
+def test_matrices_of_floats_are_packed_from_the_file(types: TypeOf, tmp_path: Path) -> None:
+    """To the bit as after they were dequantised; also a rank's part, unless it has parts of groups."""
+    file = write(llama(**BLOCKS_256, num_hidden_layers=1), tmp_path / "model.gguf", types)
+    files = WeightFiles(ModelFolder.read(model_folder(file, tmp_path / "cache")))
+    regions: list[Region] = [(), (slice(64, 128), slice(0, 256)), (slice(0, 64), slice(32, 224))]
+    compared = 0
+    for name, region in itertools.product(files.names, regions):
+        rows = files.dequantized_rows(name, region)
+        if rows is None:
+            continue  # a vector, or floats as torch has them
+        assert isinstance(rows, StoredRows)
+        packed, expected = (OPS.pack_linear(RoundedWeight(8, [part])) for part in (rows, rows.rows[:]))
+        assert torch.equal(packed.panels, expected.panels)
+        compared += 1
+        if files.is_quantized(name):
+            assert not isinstance(files.dequantized_rows(name, (slice(0, 64), slice(16, 64))), StoredRows)
+    assert compared >= 3 * 4
 
 
 def q4_k_m(name: str) -> GGMLQuantizationType:

@@ -1,6 +1,8 @@
 """Compares weights packed from GGUF's blocks with the `gguf` package's values, as near as csrc/gguf_types.h says."""
 
 import itertools
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from kernels.cpu import extension
 from kernels.cpu.linear import PackedQuantizedWeight
 from kernels.gguf_weight import PACKED_TYPES, GGUFPart, GGUFWeight
 from kernels.load import ops, reference
+from kernels.quantized import FloatWeight, RoundedWeight, StoredRows
 from tests.gguf.random_blocks import random_blocks
 from tests.kernels.test_kernel_quantized import check_rows_bits, dequantize, rounded_activations
 
@@ -125,6 +128,33 @@ def test_regions_are_packed_where_they_lie(type: GGMLQuantizationType) -> None:
         assert torch.equal(rows.dequantize(), own.dequantize()[7:71:2, start:stop])
 
 
+@pytest.mark.parametrize(
+    "weight_of",
+    [
+        *(partial(FloatWeight, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *(partial(RoundedWeight, bits) for bits in (8, 4)),
+    ],
+    ids=["float32", "bfloat16", "float16", "int8", "int4"],
+)
+@each_type
+def test_dequantised_values_are_packed_from_the_blocks(type: GGMLQuantizationType, weight_of: Any) -> None:
+    """To the bit as the package's values are: of a region, of rows of a head, and beside floats."""
+    own, block = part(type, 90), GGML_QUANT_SIZES[type][0]
+    region = GGUFPart(type, own.blocks[7:71:2, 224 // block : -(-544 // block)], 224 % block, 320)
+    other, floats = part(type, 5, 768, seed=1), torch.randn(37, 320).bfloat16()
+    other = other._replace(blocks=other.blocks[:, : -(-320 // block)], inputs=320)
+    blocks = StoredRows([region, other], torch.zeros(37, 320))
+    values = torch.cat([region.dequantize(), other.dequantize()])
+    packed, expected = (OPS.pack_linear(weight_of([floats, rows, floats])) for rows in (blocks, values))
+    assert torch.equal(packed.panels, expected.panels)
+
+
+def test_who_does_not_read_blocks_gets_rows() -> None:
+    own, rows = part(GGMLQuantizationType.Q4_0, 40), torch.randn(40, 768)
+    weight = FloatWeight(torch.float32, [StoredRows([own], rows)])
+    assert torch.equal(reference().pack_linear(weight), rows)
+
+
 def test_parts_of_different_types_follow_one_another() -> None:
     """They all get the most general format, which changes no value."""
     parts = {type: part(type, 8 * number + 3, 256, seed=number) for number, type in enumerate(TYPES)}
@@ -155,5 +185,7 @@ def test_blocks_that_do_not_fit_are_refused(type: GGMLQuantizationType) -> None:
     for wrong in (own._replace(inputs=800), own._replace(first=32), own._replace(blocks=own.blocks[..., 1:])):
         with pytest.raises(RuntimeError, match="blocks"):
             pack(wrong)
+        with pytest.raises(RuntimeError, match="blocks"):
+            OPS.pack_linear(RoundedWeight(8, [StoredRows([wrong], torch.zeros(5, wrong.inputs))]))
     with pytest.raises(RuntimeError, match="type 16 are not packed"):
         pack(own._replace(type=GGMLQuantizationType.IQ2_XXS))

@@ -151,6 +151,66 @@ def test_eight_bits_have_a_scale_for_each_output(dtype: torch.dtype) -> None:
     assert (wholes - wholes.round()).abs().max() < 1e-3
 
 
+def samples() -> list[Tensor]:
+    """Return weights (out, in) of ordinary and unusual numbers, in parts of all types and strides."""
+    ordinary = torch.randn(77, 416) * torch.logspace(-3, 2, 77)[:, None]
+    ordinary[3] = 0.0
+    ordinary[4] = 1.0
+    ordinary[5, :64] = torch.linspace(-5, 5, 64)
+    ordinary[6, 100] = 1e4  # all others are rounded to a few bytes
+    ordinary[7] = 1e-36
+    return [ordinary, ordinary.bfloat16(), ordinary.half()[:11], torch.randn(416, 30).bfloat16().T]
+
+
+def test_eight_bits_are_these_bytes() -> None:
+    """To the bit, as arithmetic in float32 gives them."""
+    parts = samples()
+    x = torch.cat([part.float() for part in parts])
+    scale, factor = scale_and_factor(x)
+    u = (x * factor).round().int() + 128
+    panels = OPS.pack_linear(RoundedWeight(8, parts)).panels[: len(x) // 32]
+    stored = panels[:, : 416 * 32].view(-1, 104, 32, 4).transpose(1, 2).reshape(-1, 416)
+    assert torch.equal(stored, u[: len(stored)].byte())
+    assert torch.equal(panels[:, 416 * 32 :].view(torch.float32).reshape(-1), scale[: len(stored), 0])
+
+
+def test_four_bits_are_these_bytes() -> None:
+    """To the bit: of two scales next to each other the one whose squared error is less."""
+    parts = samples()
+    x = torch.cat([part.float() for part in parts])
+    scale, factor = scale_and_factor(x)
+    v = (x * factor + 128).view(len(x), -1, 32)
+    least, range = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True) - v.amin(-1, keepdim=True)
+    floor = (range / 15).floor().clamp_min(1)
+    small, large = (four_bits(v, least, range, scale) for scale in (floor, (floor + 1).clamp_max(17)))
+    is_small = small[0] <= large[0]
+    assert 0.2 < is_small.float().mean() < 0.8
+    _, group_scale, min, quants = (torch.where(is_small, *both) for both in zip(small, large, strict=True))
+    panels = OPS.pack_linear(RoundedWeight(4, parts)).panels[: len(x) // 32]
+    records = panels[:, : 13 * 576].view(-1, 13, 576)
+    nibbles = records[..., :512].view(-1, 13, 4, 32, 4).permute(0, 3, 1, 2, 4).reshape(-1, 13, 16)
+    assert torch.equal(torch.cat((nibbles & 15, nibbles >> 4), -1), quants[: len(nibbles)].byte())
+    for stored, expected in ((records[..., 512:544], group_scale), (records[..., 544:], min)):
+        assert torch.equal(stored.transpose(1, 2).reshape(-1, 13), expected[: len(nibbles), :, 0].byte())
+    assert torch.equal(panels[:, 13 * 576 :].view(torch.float32).reshape(-1), scale[: len(nibbles), 0])
+
+
+def scale_and_factor(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(1, keepdim=True) / 127
+    return scale, torch.where(scale >= 1e-30, 1 / scale, 0)
+
+
+def four_bits(v: Tensor, least: Tensor, range: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the squared errors, scales, mins and quants of groups v (..., 32), for whole scales."""
+    min = (least + (range - 15 * scale) / 2).round().clamp(0, 255)
+    quants = ((v - min) * (1 / scale)).round().clamp_min(0).minimum(((255 - min) / scale).floor().clamp_max(15))
+    error = (v - (quants * scale + min)).double()
+    sums = (error[..., :16].square().float().double() + error[..., 16:].square()).float()  # fused multiply-adds
+    while sums.shape[-1] > 1:  # halves are added, as over the lanes of a register
+        sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
+    return sums, scale, min, quants
+
+
 def test_four_bits_are_whole_steps_of_eight() -> None:
     torch.manual_seed(0)
     original = torch.randn(71, 192)

@@ -26,17 +26,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstring>
 #include <limits>
-#include <vector>
 
+#include "float_parts.h"
 #include "int8.h"
 #include "int8_tiles.h"
 #include "matrix.h"
 #include "panel_memory.h"
-#include "parts.h"
 #include "tiles.h"
 
 namespace quire {
@@ -196,157 +193,157 @@ void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float
 // The byte of a panel of 8 bits that holds an output's u of input k.
 int64_t byte_of(int lane, int64_t k) { return k / 4 * (4 * PANEL) + lane * 4 + k % 4; }
 
-// 32 numbers of an output, as two vectors.
-using Numbers32 = std::array<F32x16, 2>;
+// Panels are packed a tile at a time: 32 outputs of some inputs, whose numbers and bytes stay in the L1 cache.
+constexpr int64_t PACKED_TILE = 128;
 
-// A scale and a min, both whole, for 32 numbers v in 1..255.
-struct GroupScale {
-    float scale, min;
+// The scales of a panel's outputs, and the factors by which their numbers are multiplied before they are rounded.
+struct OutputScales {
+    alignas(64) float scale[PANEL] = {}, factor[PANEL] = {};
 
-    // Returns the quants of 4 bits that are nearest to v, of those that give a byte.
-    Numbers32 quants(const Numbers32& v) const {
-        F32x16 largest = F32x16::set(std::min(15.0f, std::floor((255 - min) / scale))), factor = F32x16::set(1 / scale);
-        Numbers32 result;
-        for (int half = 0; half < 2; half++) {
-            F32x16 nearest = ((v[half] - F32x16::set(min)) * factor).round();
-            result[half] = quire::min(max(nearest, F32x16::zero()), largest);
+    OutputScales(const FloatPanel& panel, int64_t inputs) {
+        alignas(64) float x[PACKED_TILE];
+        for (int lane = 0; lane < panel.count; lane++) {
+            MagnitudeSum sum;
+            for (int64_t first = 0; first < inputs; first += PACKED_TILE) {
+                int64_t count = std::min(PACKED_TILE, inputs - first);
+                panel.output[lane].read(first, count, x);
+                sum.add(x, count);
+            }
+            scale[lane] = sum.total().max_abs / 127;
+            factor[lane] = scale[lane] >= 1e-30f ? 1 / scale[lane] : 0;  // the inverse of less might overflow
         }
-        return result;
+    }
+};
+
+// Rounds a tile x (32, PACKED_TILE) to bytes of 1..255, of `count` inputs, and writes them as a panel of 8 bits has them.
+// If an output's scale is not finite, all products are infinite or NaN, whatever the bytes.
+void pack_bytes(const float* x, int64_t count, const OutputScales& scales, uint8_t* u) {
+    alignas(64) int8_t rows[PANEL * PACKED_TILE];
+    for (int lane = 0; lane < PANEL; lane++) {
+        F32x16 factor = F32x16::set(scales.factor[lane]);
+        for (int64_t k = 0; k < count; k += 16) {
+            int8_t* bytes = rows + lane * PACKED_TILE + k;
+            (F32x16::load(x + lane * PACKED_TILE + k) * factor).store(bytes);
+            __m128i* vector = reinterpret_cast<__m128i*>(bytes);
+            _mm_store_si128(vector, _mm_xor_si128(_mm_load_si128(vector), _mm_set1_epi8(char(ZERO_POINT))));
+        }
+    }
+    for (int64_t k = 0; k < count; k += 32)
+        for (int lane = 0; lane < PANEL; lane += 8) {
+            const float* quads = reinterpret_cast<const float*>(rows + lane * PACKED_TILE + k);
+            transpose(quads, PACKED_TILE / 4, reinterpret_cast<float*>(u + k * PANEL) + lane, PANEL);
+        }
+}
+
+// Whole scales and mins of 16 outputs, for 32 inputs of each: v (32, stride PANEL), in 1..255.
+struct GroupScales {
+    F32x16 scale, min, factor, largest;
+
+    GroupScales(F32x16 scale, F32x16 min)
+        : scale(scale),
+          min(min),
+          factor(F32x16::set(1) / scale),
+          largest(quire::min(F32x16::set(15), ((F32x16::set(255) - min) / scale).floor())) {}
+
+    // Returns the quants of 4 bits that are nearest to the numbers of an input, of those that give a byte.
+    F32x16 quants(const float* v, int k) const {
+        F32x16 nearest = ((F32x16::load(v + k * PANEL) - min) * factor).round();
+        return quire::min(max(nearest, F32x16::zero()), largest);
     }
 
-    float error(const Numbers32& v) const {
-        Numbers32 rounded = quants(v);
-        F32x16 squares = F32x16::zero();
-        for (int half = 0; half < 2; half++) {
-            F32x16 difference = v[half] - fma(rounded[half], F32x16::set(scale), F32x16::set(min));
-            squares = fma(difference, difference, squares);
+    // Returns the sums of the squared errors, added in the order of `reduce_sum`.
+    F32x16 error(const float* v) const {
+        auto add_square = [&](int k, F32x16 sum) __attribute__((always_inline)) {
+            F32x16 difference = F32x16::load(v + k * PANEL) - fma(quants(v, k), scale, min);
+            return fma(difference, difference, sum);
+        };
+        F32x16 sums[4];
+        for (int i = 0; i < 4; i++) {
+            F32x16 pairs[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) pairs[j] = add_square(i + 4 * j + 16, add_square(i + 4 * j, F32x16::zero()));
+            sums[i] = (pairs[0] + pairs[2]) + (pairs[1] + pairs[3]);
         }
-        return reduce_sum(squares);
+        return (sums[0] + sums[2]) + (sums[1] + sums[3]);
     }
 };
 
 // Returns the better of the two whole scales next to the range of v over 15. The smaller one cannot reach both ends, and
 // leaves out as much at each.
-GroupScale best_group_scale(const Numbers32& v) {
-    float greatest = reduce_max(max(v[0], v[1])), least = reduce_min(quire::min(v[0], v[1])), range = greatest - least;
-    auto centered = [&](float scale) {
-        float min = std::nearbyint(least + (range - 15 * scale) / 2);
-        return GroupScale{scale, std::clamp(min, 0.0f, 255.0f)};
+GroupScales best_group_scales(const float* v, F32x16 least, F32x16 greatest) {
+    F32x16 range = greatest - least;
+    auto centered = [&](F32x16 scale) {
+        F32x16 min = (least + (range - F32x16::set(15) * scale) * F32x16::set(0.5f)).round();
+        return GroupScales(scale, quire::min(max(min, F32x16::zero()), F32x16::set(255)));
     };
-    float floor = std::max(1.0f, std::floor(range / 15));
-    GroupScale small = centered(floor), large = centered(std::min(floor + 1, 17.0f));
-    return small.error(v) <= large.error(v) ? small : large;
+    F32x16 floor = max((range / F32x16::set(15)).floor(), F32x16::set(1));
+    GroupScales small = centered(floor), large = centered(quire::min(floor + F32x16::set(1), F32x16::set(17)));
+    F32x16 small_error = small.error(v), large_error = large.error(v);
+    return GroupScales(small.scale.replace_where_greater(small_error, large_error, large.scale),
+                       small.min.replace_where_greater(small_error, large_error, large.min));
 }
 
-// Packs the inputs of an output that lie in one record of 4 bits, as the given lane of the panel.
-void pack_record(const Numbers32& v, int lane, uint8_t* record) {
-    GroupScale group_scale = best_group_scale(v);
-    record[RECORD_QUANTS + lane] = uint8_t(group_scale.scale);
-    record[RECORD_QUANTS + PANEL + lane] = uint8_t(group_scale.min);
-    alignas(16) int8_t quants[RECORD_INPUTS];
-    Numbers32 rounded = group_scale.quants(v);
-    rounded[0].store(quants);
-    rounded[1].store(quants + 16);
+// Packs 32 inputs of 16 outputs, v (32, stride PANEL), whose factors are at `factors`, into their lanes of a record of 4
+// bits. It multiplies v.
+void pack_lanes(float* v, const float* factors, int first_lane, uint8_t* record) {
+    F32x16 factor = F32x16::load(factors + first_lane), greatest = F32x16::zero();
+    F32x16 least = F32x16::set(std::numeric_limits<float>::max());
+    for (int k = 0; k < RECORD_INPUTS; k++) {
+        F32x16 numbers = F32x16::load(v + k * PANEL) * factor + F32x16::set(ZERO_POINT);
+        numbers.store(v + k * PANEL);
+        least = quire::min(least, numbers);
+        greatest = max(greatest, numbers);
+    }
+    GroupScales best = best_group_scales(v, least, greatest);
+    int8_t* tail = reinterpret_cast<int8_t*>(record + RECORD_QUANTS) + first_lane;
+    I32x16::round(best.scale).store_low_bytes(tail);
+    I32x16::round(best.min).store_low_bytes(tail + PANEL);
     for (int s = 0; s < 4; s++) {
-        uint32_t low, high;
-        std::memcpy(&low, quants + 4 * s, 4);
-        std::memcpy(&high, quants + 16 + 4 * s, 4);
-        low |= high << 4;
-        std::memcpy(record + s * 4 * PANEL + lane * 4, &low, 4);
+        F32x16 bytes[4];
+        for (int i = 0; i < 4; i++)
+            bytes[i] = fma(best.quants(v, 16 + 4 * s + i), F32x16::set(16), best.quants(v, 4 * s + i));
+        F32x16 three = fma(bytes[2], F32x16::set(1 << 16), fma(bytes[1], F32x16::set(1 << 8), bytes[0]));
+        I32x16 word = I32x16::round(three) + I32x16::round(bytes[3]).shift_left<24>();
+        word.store(record + s * 4 * PANEL + first_lane * 4);
     }
 }
 
-// The scale of an output x (inputs), and the factor by which its numbers are multiplied before they are rounded.
-struct OutputScale {
-    float scale;
-    F32x16 factor;
-
-    OutputScale(const float* x, int64_t inputs)
-        : scale(magnitude_of(x, inputs).max_abs / 127),
-          factor(F32x16::set(scale >= 1e-30f ? 1 / scale : 0)) {}  // the inverse of less might overflow
-
-    // If not, all products are infinite or NaN, whatever the bytes.
-    bool finite() const { return std::isfinite(scale); }
-};
-
-// Rounds x (inputs) to bytes of 1..255.
-void round_output(const float* x, int64_t inputs, const OutputScale& scale, uint8_t* u) {
-    if (!scale.finite()) return void(std::fill_n(u, inputs, 0));
-    for (int64_t k = 0; k < inputs; k += 16) {
-        alignas(16) int8_t bytes[16];
-        (F32x16::load(x + k) * scale.factor).store(bytes);
-        __m128i signed_bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
-        __m128i flipped = _mm_xor_si128(signed_bytes, _mm_set1_epi8(char(ZERO_POINT)));  // adds the zero point
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(u + k), flipped);
+// Rounds a tile x (32, PACKED_TILE) to 4 bits, of `count` inputs, and writes them as records.
+void pack_records(const float* x, int64_t count, const OutputScales& scales, uint8_t* records) {
+    for (int64_t k = 0; k < count; k += RECORD_INPUTS) {
+        alignas(64) float v[RECORD_INPUTS * PANEL];
+        for (int i = 0; i < RECORD_INPUTS; i += 8)
+            for (int lane = 0; lane < PANEL; lane += 8)
+                transpose(x + lane * PACKED_TILE + k + i, PACKED_TILE, v + i * PANEL + lane, PANEL);
+        for (int lane = 0; lane < PANEL; lane += 16)
+            pack_lanes(v + lane, scales.factor, lane, records + panel_quant_bytes(4, k));
     }
 }
 
-// Packs x (inputs) as the given lane of a panel of 4 bits.
-void pack_output(const float* x, int64_t inputs, const OutputScale& scale, int lane, uint8_t* panel) {
-    if (!scale.finite()) return;
-    for (int64_t k = 0; k < inputs; k += RECORD_INPUTS) {
-        Numbers32 v{F32x16::load(x + k) * scale.factor, F32x16::load(x + k + 16) * scale.factor};
-        for (F32x16& half : v) half = half + F32x16::set(ZERO_POINT);
-        pack_record(v, lane, panel + panel_quant_bytes(4, k));
+void pack_panel(const FloatPanel& panel, int bits, int64_t inputs, uint8_t* data) {
+    OutputScales scales(panel, inputs);
+    alignas(64) float x[PANEL * PACKED_TILE] = {};
+    for (int64_t first = 0; first < inputs; first += PACKED_TILE) {
+        int64_t count = std::min(PACKED_TILE, inputs - first);
+        for (int lane = 0; lane < panel.count; lane++) panel.output[lane].read(first, count, x + lane * PACKED_TILE);
+        (bits == 8 ? pack_bytes : pack_records)(x, count, scales, data + panel_quant_bytes(bits, first));
     }
+    std::memcpy(data + panel_quant_bytes(bits, inputs), scales.scale, SCALE_BYTES);
 }
-
-// Packs panels of a weight. Each thread has one.
-class ChannelPacker {
-public:
-    ChannelPacker(at::TensorList parts, int bits)
-        : parts_(parts), bits_(bits), inputs_(parts[0].size(1)), stride_(inputs_ + 64), x_(inputs_) {
-        if (bits == 8) rows_.resize(PANEL * stride_);
-    }
-
-    void pack(int64_t panel, uint8_t* data) {
-        float* scales = reinterpret_cast<float*>(data + panel_quant_bytes(bits_, inputs_));
-        int count = 0;
-        for_each_output(parts_, panel, [&](const auto* row, int64_t stride, int lane) {
-            read_inputs(row, stride, inputs_, x_.data());
-            OutputScale scale(x_.data(), inputs_);
-            scales[lane] = scale.scale;
-            if (bits_ == 8)
-                round_output(x_.data(), inputs_, scale, rows_.data() + lane * stride_);
-            else
-                pack_output(x_.data(), inputs_, scale, lane, data);
-            count++;
-        });
-        if (bits_ == 4) return;
-        std::fill(rows_.begin() + count * stride_, rows_.end(), 0);  // of outputs that the last panel lacks
-        interleave(data);
-    }
-
-private:
-    at::TensorList parts_;
-    int bits_;
-    int64_t inputs_, stride_;  // bytes of a row, more than inputs: rows a power of two apart would share sets of a cache
-    std::vector<float> x_;
-    std::vector<uint8_t> rows_;  // the bytes of a panel's outputs
-
-    // Writes four bytes of each output after the other.
-    void interleave(uint8_t* panel) {
-        for (int64_t k = 0; k < inputs_; k += 32)
-            for (int lane = 0; lane < PANEL; lane += 8) {
-                const auto* x = reinterpret_cast<const float*>(rows_.data() + lane * stride_ + k);
-                transpose(x, stride_ / 4, reinterpret_cast<float*>(panel + k * PANEL) + lane, PANEL);
-            }
-    }
-};
 
 // Returns panels of zeros, for `round_and_pack` to fill.
 at::Tensor channel_panels(int64_t outputs, int64_t inputs, int64_t bits) {
     return zero_panels({(outputs + PANEL - 1) / PANEL, panel_bytes(int(bits), inputs)}, at::kByte);
 }
 
-// Rounds and packs the outputs of all parts into panels of zeros, one after another.
-void round_and_pack(at::TensorList parts, int64_t bits, at::Tensor& packed) {
-    int64_t inputs = parts[0].size(1);
-    TORCH_CHECK(channel_matrix(packed, count_outputs(parts), bits).inputs == inputs, "the panels are of another weight");
+// Rounds and packs the outputs of all parts into panels of zeros, one after another. `FloatParts` says what the parts are.
+void round_and_pack(at::TensorList tensors, at::IntArrayRef types, at::IntArrayRef first_groups, int64_t inputs,
+                    int64_t bits, at::Tensor& packed) {
+    FloatParts parts(tensors, types, first_groups, inputs);
+    TORCH_CHECK(channel_matrix(packed, parts.outputs(), bits).inputs == inputs, "the panels are of another weight");
     uint8_t* data = packed.mutable_data_ptr<uint8_t>();
-    at::parallel_for(0, packed.size(0), 1, [&](int64_t from, int64_t to) {
-        ChannelPacker packer(parts, int(bits));
-        for (int64_t panel = from; panel < to; panel++) packer.pack(panel, data + panel * packed.size(1));
+    parallel_for_panels(packed.size(0), [&](int64_t panel) {
+        pack_panel(parts.panel(panel), int(bits), inputs, data + panel * packed.size(1));
     });
 }
 
@@ -412,7 +409,8 @@ void channel_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t pa
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def("channel_panels(int outputs, int inputs, int bits) -> Tensor");
-    m.def("round_and_pack(Tensor[] parts, int bits, Tensor(a!) packed) -> ()");
+    m.def(
+        "round_and_pack(Tensor[] parts, int[] types, int[] first_groups, int inputs, int bits, Tensor(a!) packed) -> ()");
     m.def("channel_rows(Tensor packed, int bits, Tensor ids, Tensor(a!) y) -> ()");
     m.def("channel_linear(Tensor x, Tensor packed, int bits, Tensor? bias, Tensor(a!) y) -> ()");
 }

@@ -56,7 +56,7 @@ void pack_lanes(const Blocks& blocks, const Lanes& lanes, int64_t groups, const 
         const uint8_t* block = blocks.data + lanes.first * blocks.output_stride + from / GROUPS * blocks.stride;
         for (int lane = lanes.lane; lane < lanes.lane + lanes.count; lane++, block += blocks.output_stride) {
             GgufGroup group;
-            Type::unpack(block, int(from % GROUPS), group);
+            unpack_group<Type>(block, int(from % GROUPS), group);
             convert<Type>(format, group, scales[lane], mins[lane]);
             _mm256_store_si256(reinterpret_cast<__m256i*>(rows[lane]), group.quants);
         }
@@ -76,19 +76,13 @@ std::tuple<at::Tensor, int64_t, bool, int64_t> pack_blocks(at::TensorList blocks
                                                            at::IntArrayRef first_groups, int64_t inputs) {
     TORCH_CHECK(!blocks.empty() && types.size() == blocks.size() && first_groups.size() == blocks.size(),
                 "a type and a first group for each part");
-    TORCH_CHECK(inputs > 0 && inputs % QUANT_GROUP_SIZE == 0, "inputs must be a multiple of ", QUANT_GROUP_SIZE);
     int64_t outputs = 0, groups = inputs / QUANT_GROUP_SIZE;
     Format format;
     std::vector<Blocks> parts;
     for (size_t part = 0; part < blocks.size(); part++) {
         const at::Tensor& own = blocks[part];
         with_gguf_type(types[part], [&](auto type) {
-            TORCH_CHECK(own.scalar_type() == at::kByte && own.dim() == 3 && own.size(2) == type.BYTES &&
-                            own.stride(2) == 1,
-                        "blocks must be (out, n, ", type.BYTES, ") bytes");
-            TORCH_CHECK(first_groups[part] >= 0 &&
-                            (first_groups[part] + groups) * QUANT_GROUP_SIZE <= own.size(1) * type.VALUES,
-                        "blocks of all inputs");
+            check_blocks<decltype(type)>(own, first_groups[part], inputs);
             format.bits = std::max(format.bits, type.BITS);
             format.has_mins |= type.HAS_MINS;
         });

@@ -1,7 +1,7 @@
 // The types of GGUF's blocks that become groups of 32 inputs, as quantized_linear.cpp multiplies them.
 //
 // Each type says GGML's number for it, the values and the bytes of a block, the bits of its quants, whether groups have
-// mins, and how to unpack one group of a block:
+// mins, and how to unpack one group of a block, to quants or to the values themselves:
 //
 //     value = scale * (quant - ZERO_POINT<BITS>), or scale * quant + min
 //
@@ -34,6 +34,15 @@ struct GgufGroup {
     __m256i quants;    // a byte each
     float scale, min;  // min: of types that have mins
 };
+
+// A group whose halves have scales and mins of their own.
+struct GgufHalves {
+    __m256i numbers;           // signed bytes: what the scales are multiplied with
+    float scales[2], mins[2];  // mins: of types that have mins
+};
+
+template <class Type>
+constexpr bool HAS_HALVES = requires(const GgufHalves& halves, GgufGroup& group) { Type::round(halves, group); };
 
 inline float half_at(const uint8_t* bytes) {
     fp16 x;
@@ -135,8 +144,9 @@ inline __m256i rounded_halves(__m256i numbers, const float (&factors)[2], const 
     return flip_signs(_mm256_set_m128i(load_16(bytes + 16), load_16(bytes)));
 }
 
-// Sets a group to quants of two bits whose halves have scales and mins of their own.
-inline void round_to_range(__m256i quants, const float (&scales)[2], const float (&mins)[2], GgufGroup& group) {
+// Sets a group to one of two bits whose halves have scales and mins of their own.
+inline void round_to_range(const GgufHalves& halves, GgufGroup& group) {
+    auto& [numbers, scales, mins] = halves;
     float low = std::min(mins[0], mins[1]), high = std::max(mins[0], mins[1]), all = 0, factors[2], offsets[2];
     for (int half = 0; half < 2; half++) {
         float end = mins[half] + 3 * scales[half];
@@ -151,12 +161,13 @@ inline void round_to_range(__m256i quants, const float (&scales)[2], const float
         factors[half] = scales[half] * inverse;
         offsets[half] = (mins[half] - low) * inverse - ZERO_POINT<8>;
     }
-    group.quants = rounded_halves(quants, factors, offsets);
+    group.quants = rounded_halves(numbers, factors, offsets);
 }
 
-// Sets a group to signed numbers whose halves have scales of their own; FACTOR times them are signed bytes.
+// Sets a group to one whose halves have scales of their own; FACTOR times its numbers are signed bytes.
 template <int FACTOR>
-void round_to_coarser(__m256i numbers, const float (&scales)[2], GgufGroup& group) {
+void round_to_coarser(const GgufHalves& halves, GgufGroup& group) {
+    auto& [numbers, scales, mins] = halves;
     bool equal = std::abs(scales[0]) == std::abs(scales[1]);
     float coarser = std::abs(scales[0]) > std::abs(scales[1]) ? scales[0] : scales[1];
     int factor = equal ? 1 : FACTOR;
@@ -173,28 +184,30 @@ struct Q2_K {
     static constexpr int TYPE = 10, VALUES = 256, BYTES = 84, BITS = 8;
     static constexpr bool HAS_MINS = true;
 
-    static void unpack(const uint8_t* block, int g, GgufGroup& group) {
-        float d = half_at(block + 80), dmin = half_at(block + 82), scales[2], mins[2];
+    static void unpack(const uint8_t* block, int g, GgufHalves& halves) {
+        float d = half_at(block + 80), dmin = half_at(block + 82);
         for (int half = 0; half < 2; half++) {
             uint8_t packed = block[2 * g + half];
-            scales[half] = d * (packed & 15);
-            mins[half] = -dmin * (packed >> 4);
+            halves.scales[half] = d * (packed & 15);
+            halves.mins[half] = -dmin * (packed >> 4);
         }
-        round_to_range(unpack_bits<2>(block + 16 + g / 4 * 32, g % 4 * 2), scales, mins, group);
+        halves.numbers = unpack_bits<2>(block + 16 + g / 4 * 32, g % 4 * 2);
     }
+    static void round(const GgufHalves& halves, GgufGroup& group) { round_to_range(halves, group); }
 };
 
 struct Q3_K {
     static constexpr int TYPE = 11, VALUES = 256, BYTES = 110, BITS = 8;
     static constexpr bool HAS_MINS = false;
 
-    static void unpack(const uint8_t* block, int g, GgufGroup& group) {
+    static void unpack(const uint8_t* block, int g, GgufHalves& halves) {
         __m256i low = unpack_bits<2>(block + 32 + g / 4 * 32, g % 4 * 2);
         __m256i quants = _mm256_or_si256(low, unpack_bits<1, 2>(block, g));
-        float d = half_at(block + 108), scales[2];
-        for (int half = 0; half < 2; half++) scales[half] = d * (scale_bits(block + 96, 2 * g + half) - 32);
-        round_to_coarser<32>(_mm256_sub_epi8(quants, _mm256_set1_epi8(4)), scales, group);
+        float d = half_at(block + 108);
+        for (int half = 0; half < 2; half++) halves.scales[half] = d * (scale_bits(block + 96, 2 * g + half) - 32);
+        halves.numbers = _mm256_sub_epi8(quants, _mm256_set1_epi8(4));
     }
+    static void round(const GgufHalves& halves, GgufGroup& group) { round_to_coarser<32>(halves, group); }
 
 private:
     // Returns the six bits of scale j of sixteen.
@@ -243,13 +256,14 @@ struct Q6_K {
     static constexpr int TYPE = 14, VALUES = 256, BYTES = 210, BITS = 8;
     static constexpr bool HAS_MINS = false;
 
-    static void unpack(const uint8_t* block, int g, GgufGroup& group) {
+    static void unpack(const uint8_t* block, int g, GgufHalves& halves) {
         __m256i low = unpack_bits<4>(block + g / 4 * 64 + g % 2 * 32, g % 4 / 2 * 4);
         __m256i quants = _mm256_or_si256(low, unpack_bits<2, 4>(block + 128 + g / 4 * 32, g % 4 * 2));
-        float d = half_at(block + 208), scales[2];
-        for (int half = 0; half < 2; half++) scales[half] = d * int8_t(block[192 + 2 * g + half]);
-        round_to_coarser<4>(_mm256_sub_epi8(quants, _mm256_set1_epi8(32)), scales, group);
+        float d = half_at(block + 208);
+        for (int half = 0; half < 2; half++) halves.scales[half] = d * int8_t(block[192 + 2 * g + half]);
+        halves.numbers = _mm256_sub_epi8(quants, _mm256_set1_epi8(32));
     }
+    static void round(const GgufHalves& halves, GgufGroup& group) { round_to_coarser<4>(halves, group); }
 };
 
 // Returns the values of IQ4_NL and IQ4_XS that quants of 4 bits stand for, as unsigned bytes.
@@ -278,6 +292,52 @@ struct IQ4_XS {
         group.scale = half_at(block) * ((low | high << 4) - 32);
     }
 };
+
+// Unpacks a group. Types whose halves have scales of their own are rounded.
+template <class Type>
+void unpack_group(const uint8_t* block, int g, GgufGroup& group) {
+    if constexpr (HAS_HALVES<Type>) {
+        GgufHalves halves;
+        Type::unpack(block, g, halves);
+        Type::round(halves, group);
+    } else {
+        Type::unpack(block, g, group);
+    }
+}
+
+// Writes the values of a group to x. They are those of the `gguf` package, to the bit.
+template <class Type>
+void dequantize_group(const uint8_t* block, int g, float* x) {
+    GgufHalves halves;
+    if constexpr (HAS_HALVES<Type>) {
+        Type::unpack(block, g, halves);
+    } else {
+        GgufGroup group{};
+        Type::unpack(block, g, group);
+        int zero_point = Type::HAS_MINS ? 0 : ZERO_POINT<Type::BITS>;
+        halves = {_mm256_sub_epi8(group.quants, _mm256_set1_epi8(char(zero_point))),
+                  {group.scale, group.scale},
+                  {group.min, group.min}};
+    }
+    alignas(32) int8_t numbers[QUANT_GROUP_SIZE];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(numbers), halves.numbers);
+    for (int half = 0; half < 2; half++) {
+        F32x16 values = F32x16::load(numbers + half * 16) * F32x16::set(halves.scales[half]);
+        if (Type::HAS_MINS) values = values + F32x16::set(halves.mins[half]);
+        values.store(x + half * 16);
+    }
+}
+
+// Raises c10::Error unless `blocks` (out, n, bytes) are of the type, with so many inputs from a group of them on.
+template <class Type>
+void check_blocks(const at::Tensor& blocks, int64_t first_group, int64_t inputs) {
+    TORCH_CHECK(blocks.scalar_type() == at::kByte && blocks.dim() == 3 && blocks.size(2) == Type::BYTES &&
+                    blocks.stride(2) == 1,
+                "blocks must be (out, n, ", Type::BYTES, ") bytes");
+    TORCH_CHECK(inputs > 0 && inputs % QUANT_GROUP_SIZE == 0, "inputs must be a multiple of ", QUANT_GROUP_SIZE);
+    TORCH_CHECK(first_group >= 0 && first_group * QUANT_GROUP_SIZE + inputs <= blocks.size(1) * Type::VALUES,
+                "blocks of all inputs");
+}
 
 // Calls f(type) with the type of GGML's number `number`.
 template <class F>

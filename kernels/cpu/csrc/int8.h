@@ -76,6 +76,7 @@ struct I32x16 {
     I32x16 shift_left() const { return {_mm512_slli_epi32(v, BITS)}; }
     template <int BITS>
     I32x16 shift_right() const { return {_mm512_srai_epi32(v, BITS)}; }
+    void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
     void store_low_bytes(int8_t* p) const {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
     }
@@ -174,6 +175,10 @@ struct I32x16 {
     I32x16 shift_left() const { return {_mm256_slli_epi32(lo, BITS), _mm256_slli_epi32(hi, BITS)}; }
     template <int BITS>
     I32x16 shift_right() const { return {_mm256_srai_epi32(lo, BITS), _mm256_srai_epi32(hi, BITS)}; }
+    void store(uint8_t* p) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), lo);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), hi);
+    }
     void store_low_bytes(int8_t* p) const {
         __m256i byte = _mm256_set1_epi32(0xff);
         __m256i pairs = _mm256_packus_epi32(_mm256_and_si256(lo, byte), _mm256_and_si256(hi, byte));

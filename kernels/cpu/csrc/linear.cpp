@@ -10,9 +10,9 @@
 #include <algorithm>
 
 #include "dtypes.h"
+#include "float_parts.h"
 #include "matrix.h"
 #include "panel_memory.h"
-#include "parts.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -76,44 +76,19 @@ void panel_sums(const W* panel, int64_t inputs, const float* x, int64_t stride, 
     }
 }
 
-// Copies an output's inputs into its lane of a panel (in, 32), as numbers of another type.
-template <class T, class W>
-void pack_output(const T* row, int64_t stride, int64_t inputs, W* lane) {
-    for (int64_t k = 0; k < inputs; k++) {
-        if constexpr (std::is_same_v<T, W>)
-            lane[k * PANEL] = row[k * stride];
-        else
-            narrow(widen(row[k * stride]), lane[k * PANEL]);
-    }
-}
-
+// Packs a panel by way of float32 in registers, which is faster than moving numbers one by one, even of the same type.
 template <class W>
-void pack_panel(at::TensorList parts, int64_t panel, int64_t inputs, W* packed) {
-    for (int64_t first = 0; first < inputs; first += INPUT_TILE) {  // of a panel, which stay in the L1 cache
-        int64_t count = std::min(INPUT_TILE, inputs - first);
-        W* tile = packed + first * PANEL;
-        for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
-            pack_output(row + first * stride, stride, count, tile + lane);
-        });
-    }
-}
-
-// The same panel for weights in float32, by way of registers instead of number by number.
-void pack_panel(at::TensorList parts, int64_t panel, int64_t inputs, float* packed) {
-    constexpr int TILE = 64;  // inputs of a panel that stay in the L1 cache with their copy
-    alignas(64) float x[PANEL * TILE], y[8 * PANEL];
-    std::fill_n(x, PANEL * TILE, 0.0f);
+void pack_panel(const FloatPanel& panel, int64_t inputs, W* packed) {
+    constexpr int64_t TILE = 64;  // inputs of a panel that stay in the L1 cache with their copy
+    alignas(64) float x[PANEL * TILE] = {}, columns[8 * PANEL];
     for (int64_t first = 0; first < inputs; first += TILE) {
-        int64_t count = std::min<int64_t>(TILE, inputs - first);
-        for_each_output(parts, panel, [&](const auto* row, int64_t stride, int lane) {
-            read_inputs(row + first * stride, stride, count, x + lane * TILE);
-        });
+        int64_t count = std::min(TILE, inputs - first);
+        for (int lane = 0; lane < panel.count; lane++) panel.output[lane].read(first, count, x + lane * TILE);
         for (int64_t k = 0; k < count; k += 8) {
-            float* columns = packed + (first + k) * PANEL;
-            bool whole = k + 8 <= count;
-            for (int lane = 0; lane < PANEL; lane += 8)
-                transpose(x + lane * TILE + k, TILE, (whole ? columns : y) + lane, PANEL);
-            if (!whole) std::copy_n(y, (count - k) * PANEL, columns);
+            for (int lane = 0; lane < PANEL; lane += 8) transpose(x + lane * TILE + k, TILE, columns + lane, PANEL);
+            W* target = packed + (first + k) * PANEL;
+            for (int64_t i = 0; i < std::min<int64_t>(8, count - k) * PANEL; i += 16)
+                F32x16::load(columns + i).store(target + i);
         }
     }
 }
@@ -123,14 +98,15 @@ at::Tensor float_panels(int64_t outputs, int64_t inputs, at::ScalarType dtype) {
     return zero_panels({(outputs + PANEL - 1) / PANEL, inputs, PANEL}, dtype);
 }
 
-// Packs the outputs of all parts into panels of zeros, one after another.
-void pack_linear(at::TensorList parts, at::Tensor& packed) {
-    int64_t outputs = count_outputs(parts), inputs = parts[0].size(1);
-    TORCH_CHECK(float_matrix(packed, outputs).inputs == inputs, "the panels are of another weight");
+// Packs the outputs of all parts into panels of zeros, one after another. `FloatParts` says what the parts are.
+void pack_linear(at::TensorList tensors, at::IntArrayRef types, at::IntArrayRef first_groups, at::Tensor& packed) {
+    int64_t inputs = packed.size(1);
+    FloatParts parts(tensors, types, first_groups, inputs);
+    float_matrix(packed, parts.outputs());  // checks the panels
     for_dtype(packed.scalar_type(), [&](auto tag) {
         auto* data = static_cast<decltype(tag)*>(packed.mutable_data_ptr());
-        at::parallel_for(0, packed.size(0), 1, [&](int64_t from, int64_t to) {
-            for (int64_t panel = from; panel < to; panel++) pack_panel(parts, panel, inputs, data + panel * inputs * PANEL);
+        parallel_for_panels(packed.size(0), [&](int64_t panel) {
+            pack_panel(parts.panel(panel), inputs, data + panel * inputs * PANEL);
         });
     });
 }
@@ -172,7 +148,7 @@ void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def("float_panels(int outputs, int inputs, ScalarType dtype) -> Tensor");
-    m.def("pack_linear(Tensor[] parts, Tensor(a!) packed) -> ()");
+    m.def("pack_linear(Tensor[] parts, int[] types, int[] first_groups, Tensor(a!) packed) -> ()");
     m.def("packed_rows(Tensor packed, Tensor ids, Tensor(a!) y) -> ()");
     m.def("linear(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) y) -> ()");
 }

@@ -7,9 +7,7 @@
 
 #include <algorithm>
 
-#include "dtypes.h"
 #include "matrix.h"
-#include "simd.h"
 
 namespace quire {
 
@@ -33,27 +31,6 @@ void for_each_part(at::TensorList parts, int64_t panel, F&& f) {
         int64_t from = std::max(panel * PANEL, begin), to = std::min((panel + 1) * PANEL, begin + parts[part].size(0));
         if (from < to) f(part, from - begin, int(from - panel * PANEL), int(to - from));
     }
-}
-
-// Calls f(row, stride, lane) for each output of a panel: its inputs are row[0], row[stride], ... of the C++ type of its
-// part, and `lane` is its place in the panel.
-template <class F>
-void for_each_output(at::TensorList parts, int64_t panel, F&& f) {
-    for_each_part(parts, panel, [&](size_t part, int64_t first, int lane, int count) {
-        const at::Tensor& weight = parts[part];
-        for_dtype(weight.scalar_type(), [&](auto tag) {
-            const auto* rows = static_cast<const decltype(tag)*>(weight.const_data_ptr()) + first * weight.stride(0);
-            for (int n = 0; n < count; n++) f(rows + n * weight.stride(0), weight.stride(1), lane + n);
-        });
-    });
-}
-
-// Reads inputs of an output, row[0], row[stride], ..., into x (count) in float32.
-template <class T>
-void read_inputs(const T* row, int64_t stride, int64_t count, float* x) {
-    int64_t k = 0;
-    for (; stride == 1 && k + 16 <= count; k += 16) F32x16::load(row + k).store(x + k);
-    for (; k < count; k++) x[k] = widen(row[k * stride]);
 }
 
 // Writes x (8, 8) to y with its rows as columns. Strides are in floats.

@@ -39,16 +39,35 @@ struct Magnitude {
     float max_abs, square_sum;  // both are NaN if a number is
 };
 
+// The magnitude of a vector that is read in pieces.
+class MagnitudeSum {
+public:
+    // Adds x (count), a multiple of 16.
+    void add(const float* x, int64_t count) {
+        F32x16 maxima = maxima_, squares = squares_;
+        for (int64_t i = 0; i < count; i += 16) {
+            F32x16 v = F32x16::load(x + i);
+            maxima = max(v.abs(), maxima);
+            squares = fma(v, v, squares);
+        }
+        maxima_ = maxima;
+        squares_ = squares;
+    }
+
+    Magnitude total() const {
+        float square_sum = reduce_sum(squares_);
+        return {std::isnan(square_sum) ? square_sum : reduce_max(maxima_), square_sum};  // `max` may have lost a NaN
+    }
+
+private:
+    F32x16 maxima_ = F32x16::zero(), squares_ = F32x16::zero();
+};
+
 // Returns the magnitude of x (count), a multiple of 16.
 inline Magnitude magnitude_of(const float* x, int64_t count) {
-    F32x16 maxima = F32x16::zero(), squares = F32x16::zero();
-    for (int64_t i = 0; i < count; i += 16) {
-        F32x16 v = F32x16::load(x + i);
-        maxima = max(v.abs(), maxima);
-        squares = fma(v, v, squares);
-    }
-    float square_sum = reduce_sum(squares);
-    return {std::isnan(square_sum) ? square_sum : reduce_max(maxima), square_sum};  // `max` may have lost a NaN
+    MagnitudeSum sum;
+    sum.add(x, count);
+    return sum.total();
 }
 
 class QuantizedRows {

@@ -65,6 +65,20 @@ struct F32x16 {
         return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
     }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
+    // Rounds as `narrow` does.
+    void store(bf16* p) const {
+        __m512i bits = _mm512_castps_si512(v), high = _mm512_srli_epi32(bits, 16);
+        __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+        __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        __m512i nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+        __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), __mmask16(nan_lanes()), nan);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+    }
+    void store(fp16* p) const {
+        __m128i* q = reinterpret_cast<__m128i*>(p);
+        _mm_storeu_si128(q, _mm256_cvtps_ph(_mm512_castps512_ps256(v), _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128(q + 1, _mm256_cvtps_ph(_mm512_extractf32x8_ps(v, 1), _MM_FROUND_TO_NEAREST_INT));
+    }
     // Rounds to nearest even; lanes must lie within a signed byte.
     void store(int8_t* p) const {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
@@ -75,6 +89,7 @@ struct F32x16 {
     F32x16 operator/(F32x16 o) const { return {_mm512_div_ps(v, o.v)}; }
     F32x16 abs() const { return {_mm512_abs_ps(v)}; }
     F32x16 round() const { return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    F32x16 floor() const { return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 
     // Sets the lanes in which `x` is below `bound` to 0.
     F32x16 zero_where_below(F32x16 x, float bound) const {
@@ -89,6 +104,10 @@ struct F32x16 {
     // Sets the lanes whose bit is 0 to `value`.
     F32x16 keep_bits(uint32_t bits, float value) const {
         return {_mm512_mask_mov_ps(_mm512_set1_ps(value), __mmask16(bits), v)};
+    }
+    // Sets the lanes in which `x` is greater than `y` to those of `other`.
+    F32x16 replace_where_greater(F32x16 x, F32x16 y, F32x16 other) const {
+        return {_mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x.v, y.v, _CMP_GT_OQ), other.v)};
     }
     // Returns v * 2^n, for whole n.
     F32x16 ldexp(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
@@ -153,6 +172,23 @@ struct F32x16 {
         _mm256_storeu_ps(p, lo);
         _mm256_storeu_ps(p + 8, hi);
     }
+    void store(bf16* p) const {
+        auto narrow = [](__m256 x) {
+            __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+            __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+            __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+            __m256i nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+            __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+            return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), nan, is_nan);
+        };
+        __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow(lo), narrow(hi)), 0b11011000);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+    }
+    void store(fp16* p) const {
+        __m128i* q = reinterpret_cast<__m128i*>(p);
+        _mm_storeu_si128(q, _mm256_cvtps_ph(lo, _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128(q + 1, _mm256_cvtps_ph(hi, _MM_FROUND_TO_NEAREST_INT));
+    }
     void store(int8_t* p) const {
         __m256i pairs = _mm256_packs_epi32(_mm256_cvtps_epi32(lo), _mm256_cvtps_epi32(hi));
         __m256i words = _mm256_permute4x64_epi64(pairs, 0b11011000);
@@ -171,6 +207,7 @@ struct F32x16 {
         constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
         return {_mm256_round_ps(lo, mode), _mm256_round_ps(hi, mode)};
     }
+    F32x16 floor() const { return {_mm256_floor_ps(lo), _mm256_floor_ps(hi)}; }
     F32x16 zero_where_below(F32x16 x, float bound) const {
         __m256 b = _mm256_set1_ps(bound);
         return {_mm256_and_ps(lo, _mm256_cmp_ps(x.lo, b, _CMP_NLT_UQ)),
@@ -190,6 +227,10 @@ struct F32x16 {
             return _mm256_blendv_ps(_mm256_set1_ps(value), x, _mm256_castsi256_ps(kept));
         };
         return {keep(lo, bits), keep(hi, bits >> 8)};
+    }
+    F32x16 replace_where_greater(F32x16 x, F32x16 y, F32x16 other) const {
+        return {_mm256_blendv_ps(lo, other.lo, _mm256_cmp_ps(x.lo, y.lo, _CMP_GT_OQ)),
+                _mm256_blendv_ps(hi, other.hi, _mm256_cmp_ps(x.hi, y.hi, _CMP_GT_OQ))};
     }
     F32x16 ldexp(F32x16 n) const {
         auto power = [](__m256 x) {

@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from kernels.gguf_weight import PACKED_TYPES, GGUFPart, GGUFWeight
-from kernels.quantized import Rows
+from kernels.quantized import QUANT_GROUP_SIZE, Rows, StoredRows
 from services.worker.checkpoint.config_json import ConfigJson
 from shared.gguf.damage import damage_as_model_error
 from shared.gguf.header import read_header
@@ -57,7 +57,20 @@ class GGUFWeights:
     def dequantized_rows(self, name: str, region: Region = ()) -> Rows | None:
         """Return the matrix (outputs, inputs) in float32; None if it is no matrix, or is mapped as it is."""
         tensor = self._tensors[name]
-        return None if is_mapped(tensor.stored) or len(tensor.shape) == 1 else _DequantizedRows(tensor, region)
+        if is_mapped(tensor.stored) or len(tensor.shape) == 1:
+            return None
+        rows, parts = _ComputedRows(tensor, region), self._stored_parts(name, region)
+        return StoredRows(parts, rows) if parts else rows
+
+    def _stored_parts(self, name: str, region: Region) -> Sequence[Tensor | GGUFPart]:
+        """Return the matrix in parts that the CPU's kernels read as floats; none if they cannot."""
+        if weight := self.get_quantized(name, region):
+            sizes = [size for part in weight.parts for size in (part.first, part.inputs)]
+            return [] if any(size % QUANT_GROUP_SIZE for size in sizes) else weight.parts
+        tensor = self._tensors[name]
+        if dtype := _DTYPES.get(tensor.stored.type.name):
+            return [torch.from_numpy(numbers).view(dtype)[..., 0] for numbers in tensor.map_matrix(region)]
+        return []
 
     def mapped(self, name: str, region: Region = ()) -> list[Tensor]:
         """Return the bytes of the file that the tensor is read from."""
@@ -72,7 +85,7 @@ class GGUFWeights:
             return torch.from_numpy(tensor.read(torch.get_num_threads(), region))
 
 
-class _DequantizedRows:
+class _ComputedRows:
     """A region of a matrix (outputs, inputs). Its rows are dequantised to float32 when they are asked for."""
 
     def __init__(self, tensor: GGUFTensor, region: Region) -> None:

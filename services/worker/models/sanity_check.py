@@ -19,7 +19,7 @@ from shared.errors import ModelError
 
 _BLOCK_SIZE = 16  # the default of --block-size, with which a GPU's kernels are compiled already
 _LENGTH = 12
-_LENGTH_OF_FINITE = 4  # tokens show weights that are not finite; more take as long as much of loading does
+_LENGTH_OF_FINITE = 2  # tokens show weights that are not finite; more take as long as much of loading does
 _PIECE_LENGTHS = (5, 1, 6)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
 """The largest norm of the difference, relative to that of the logits. In half precision, the rounding errors of deep
@@ -41,7 +41,7 @@ def refuse_if_not_finite(
     model.prepare_positions(length + 1)
     with torch.inference_mode():
         tokens = sanity_check_tokens(model.shape.vocab_size)[:length]
-        sequence = _CheckedSequence(model, tokens, dtype, device, ops)
+        sequence = _CheckedSequence(model, tokens, dtype, device, ops, alone=True)
         check_finite(sequence.logits([length]) if has_logits else sequence.hidden([length]), dtype)
 
 
@@ -63,10 +63,19 @@ def refuse_if_different(model: CausalLM, tokens: Sequence[int], expected: Tensor
 
 
 class _CheckedSequence:
-    """A sequence of `tokens` in a small cache, behind a neighbour that shares every step with it."""
+    """A sequence of `tokens` in a small cache. Unless it is `alone`, a neighbour in front of it shares every step: the
+    same tokens in reverse.
+    """
 
     def __init__(
-        self, model: CausalLM, tokens: Sequence[int], dtype: torch.dtype, device: torch.device, ops: Ops
+        self,
+        model: CausalLM,
+        tokens: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
+        *,
+        alone: bool = False,
     ) -> None:
         self._model, self._ops = model, ops
         shape = model.shape
@@ -74,7 +83,8 @@ class _CheckedSequence:
         layout = ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, dtype)
         self._storage = layout.allocate(2 * blocks, device)
         self._caches = layout.views(self._storage)
-        self._tokens = torch.tensor(tokens, device=device)
+        own = torch.tensor([tokens], device=device)
+        self._tokens = own if alone else torch.cat((own.flip(1), own))  # (sequences, length)
         tables = torch.arange(2 * blocks, dtype=torch.int32, device=device).view(2, blocks)
         self._tables = torch.stack((tables[0], tables[1].flip(0)))
 
@@ -84,24 +94,25 @@ class _CheckedSequence:
         return torch.cat([self._model.logits(piece) for piece in hidden])
 
     def hidden(self, pieces: Sequence[int]) -> Tensor:
-        """Return its hidden states (T, H), computed in `pieces`. The neighbour has the same tokens in reverse."""
+        """Return its hidden states (T, H), computed in `pieces`."""
         self._storage.zero_()
         hidden = []
         for start, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
-            hidden.append(self._model.forward(self._inputs(start, end), self._caches)[end - start :])
+            hidden.append(self._model.forward(self._inputs(start, end), self._caches)[start - end :])
         return torch.cat(hidden)
 
     def _inputs(self, start: int, end: int) -> Inputs:
-        count, device = end - start, self._tokens.device
-        positions = torch.arange(start, end, device=device).repeat(2)
-        rows = torch.arange(2, device=device).repeat_interleave(count)
+        count, device, sequences = end - start, self._tokens.device, len(self._tokens)
+        positions = torch.arange(start, end, device=device).repeat(sequences)
+        rows = torch.arange(sequences, device=device).repeat_interleave(count)
         blocks = self._tables[rows, positions // _BLOCK_SIZE]
+        offsets = list(range(0, (sequences + 1) * count, count))
         return Inputs(
-            tokens=torch.cat((self._tokens.flip(0)[start:end], self._tokens[start:end])),
+            tokens=self._tokens[:, start:end].flatten(),
             positions=positions,
             slot_mapping=blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE,
             attention=self._ops.plan_attention(
-                BatchRows.of(*map(_int32, ([0, count, 2 * count], [start, start], [0, 1]))).to(device),
+                BatchRows.of(*map(_int32, (offsets, [start] * sequences, list(range(sequences))))).to(device),
                 self._tables,
                 block_size=_BLOCK_SIZE,
                 num_kv_heads=self._model.shape.num_kv_heads,
