@@ -80,13 +80,13 @@ def pack_linear(weight: Weight) -> Packed:
         weight = FloatWeight(weight.dtype, [weight])
     if isinstance(weight, FloatWeight):
         panels = torch.ops.quire.float_panels(*weight.shape, weight.dtype)
-        for parts, target in _blocks(weight.parts, panels):
-            torch.ops.quire.pack_linear(*parts, target)
+        for operands, target in _blocks(weight.parts, panels):
+            torch.ops.quire.pack_linear(*operands, target)
         return PackedWeight(panels, weight.shape[0])
     if isinstance(weight, RoundedWeight):
         panels = torch.ops.quire.channel_panels(*weight.shape, weight.bits)
-        for parts, target in _blocks(weight.parts, panels):
-            torch.ops.quire.round_and_pack(*parts, weight.shape[1], weight.bits, target)
+        for operands, target in _blocks(weight.parts, panels):
+            torch.ops.quire.round_and_pack(*operands, weight.shape[1], weight.bits, target)
         return PackedChannelWeight(panels, *weight.shape, weight.bits)
     if isinstance(weight, TableWeight):
         codes, tables = [part.codes for part in weight.parts], [part.tables for part in weight.parts]
