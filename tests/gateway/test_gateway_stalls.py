@@ -15,9 +15,8 @@ import pytest
 
 from services.gateway.bounds import MAX_TOKENS, MIB
 from tests.gateway.fakes import Client, FakeBackend, endless, ids, serve
-from tests.gateway.large_bodies import CHAT, COMPLETION, RESPONSES, bodies, stall
+from tests.gateway.large_bodies import CHAT, COMPLETION, bodies, stall
 from tests.gateway.raw_http import ask, get, listening
-from tests.gateway.test_gateway_tools import HERMES
 
 BOUND = 0.25  # seconds
 ROUNDS = 4
@@ -156,26 +155,6 @@ async def test_what_an_answer_repeats_of_a_long_prompt_and_what_it_drops(path: s
     async with serve(FakeBackend(max_model_len=2**20)) as client:
         body = json.dumps(fields | {"max_tokens": 1}).encode()
         assert await longest(client, path, [body], {200}) < BOUND
-
-
-FUNCTIONS = [{"type": "function", "name": f"f{at}"} for at in range(10_000)]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"instructions": "one two " * 250_000},
-        {"metadata": {str(at): "x" * 100 for at in range(30_000)}},
-        {"tools": FUNCTIONS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FUNCTIONS[:1]}},
-    ],
-    ids=["instructions", "metadata", "tools"],
-)
-async def test_what_a_response_repeats_of_its_request(fields: dict[str, Any], stream: bool) -> None:
-    """LOOP-01: of many tools the prompt may have one, and the response has them all."""
-    body = json.dumps({"input": "hi", "max_output_tokens": 1, "stream": stream} | fields).encode()
-    async with serve(FakeBackend(max_model_len=2**20), template=HERMES) as client:
-        assert await longest(client, RESPONSES, [body], {200}) < BOUND
 
 
 async def test_repetitions_are_looked_for_in_many_outputs() -> None:

@@ -17,7 +17,7 @@ from shared.protocol import Sampling
 from tests.system.processes import Child, Engine, complete, engine, snapshot
 from tests.waiting import until
 
-STARTING = 100.0
+STARTING = 200.0  # seconds: several processes import torch
 PROMPTS = [[7, 100 + number, 9] for number in range(4)]
 TOKENS = 500
 
