@@ -223,7 +223,10 @@ def test_services_get_all_settings_and_no_secret_on_their_command_line(
     result = settings.read(flags, os.environ)
     expected = connect_services(result, 8123, tmp_path)
     processes = children(result, expected, tmp_path, ServiceLog(sys.stderr.buffer))
-    for child, (config,) in zip(processes, expected, strict=True):
+    configs = {"gateway": expected.gateways, "scheduler": expected.schedulers, "worker": expected.workers}
+    assert [child.name for child in processes] == ["gateway", "worker", "scheduler"]
+    for child in processes:
+        (config,) = configs[child.name]
         argv = child.argv[child.argv.index(f"services.{child.name}") + 1 :]
         assert load(type(config), argv, child.environment, prog=child.name) == config
         assert "k3y" not in " ".join(child.argv)

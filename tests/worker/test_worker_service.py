@@ -403,10 +403,12 @@ class WaitingRunner(HeldRunner):
 
     def __init__(self) -> None:
         super().__init__()
+        self.waits = threading.Event()
         self.meet = threading.Event()
         self.error = ""
 
     def configure(self, message: Configure) -> None:
+        self.waits.set()
         self.meet.wait()
         if self.error:
             raise RuntimeError(self.error)
@@ -470,6 +472,7 @@ def test_a_rank_that_waits_for_others_does_not_outlive_its_scheduler(rank: Serve
     if in_step:
         configured(rank)
         rank.launch(0)
+    assert rank.waiting.waits.wait(PATIENCE)  # otherwise the message that makes it wait may be lost with the connection
     rank.socket.close(linger=0)
     assert rank.join() == [1]
 
