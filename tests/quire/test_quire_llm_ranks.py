@@ -128,14 +128,18 @@ def test_forks_and_masks_work_on_two_ranks(group: LLM, on_one: LLM) -> None:
 
 
 @pytest.fixture
-def without_collector() -> Iterator[None]:
-    """Disable the garbage collector: what is raised in one of its callbacks is lost, and Hypothesis has one."""
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, which background processes of a shell ignore. Disable the garbage collector:
+    what is raised in one of its callbacks is lost, and Hypothesis has one.
+    """
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     yield
     gc.enable()
+    signal.signal(signal.SIGINT, former)
 
 
-@pytest.mark.usefixtures("without_collector")
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_call_and_an_interrupted_one_leave_it_usable(group: LLM) -> None:
     """It is interrupted at random moments, most of which are within steps."""
     first = tokens(generate(group, GREEDY))
