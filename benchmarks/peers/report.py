@@ -15,9 +15,9 @@ On {record.date}, {record.machine}; in turns, with
 {commands}
 
 Greedy, to exactly the length asked for, in a closed loop: a request begins when another has ended. Prompts are random
-tokens, the same for all, new in each round. Figures are medians over the rounds, the spread being the greatest over the
-least. What runs in process has no server, and was driven without HTTP in between, which is its best case; so was our
-engine, to compare like with like.
+tokens, the same for all, new in each round. Figures are medians over the rounds; the spread is the highest over the
+lowest. Programs that run in process were driven without HTTP, which is their best case. Our engine was measured in
+process too, to compare like with like.
 
 - Servers were asked by `{clients}`, which shares their cores.
 {models}"""
@@ -32,7 +32,7 @@ Ours over theirs. Where there are several, the best of each side. Of times to fi
 CEILINGS = """
 ## The machine
 
-The most that it did with torch, the least and the greatest of the rounds (`benchmarks/ceilings.py`).
+What torch reached here at most: the lowest and the highest of the rounds (`benchmarks/ceilings.py`).
 """
 
 PRODUCTS = """

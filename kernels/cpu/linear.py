@@ -133,15 +133,14 @@ def _stored(part: Rows) -> Sequence[Tensor | GGUFPart]:
 
 
 def _operands(parts: Sequence[Tensor | GGUFPart]) -> _Operands:
-    return _Operands(
-        [part.blocks if isinstance(part, GGUFPart) else _in_a_kernels_type(part) for part in parts],
-        [int(part.type) if isinstance(part, GGUFPart) else _NO_BLOCKS for part in parts],
-        [part.first // QUANT_GROUP_SIZE if isinstance(part, GGUFPart) else 0 for part in parts],
-    )
+    tensors, types, first_groups = zip(*map(_operand, parts), strict=True)
+    return _Operands(list(tensors), list(types), list(first_groups))
 
 
-def _in_a_kernels_type(part: Tensor) -> Tensor:
-    return part.float() if part.dtype == torch.float64 else part
+def _operand(part: Tensor | GGUFPart) -> tuple[Tensor, int, int]:
+    if isinstance(part, GGUFPart):
+        return part.blocks, int(part.type), part.first // QUANT_GROUP_SIZE
+    return part.float() if part.dtype == torch.float64 else part, _NO_BLOCKS, 0
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:

@@ -180,9 +180,9 @@ def test_four_bits_are_these_bytes() -> None:
     x = torch.cat([part.float() for part in parts])
     scale, factor = scale_and_factor(x)
     v = (x * factor + 128).view(len(x), -1, 32)
-    least, range = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True) - v.amin(-1, keepdim=True)
+    lowest, range = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True) - v.amin(-1, keepdim=True)
     floor = (range / 15).floor().clamp_min(1)
-    small, large = (four_bits(v, least, range, scale) for scale in (floor, (floor + 1).clamp_max(17)))
+    small, large = (four_bits(v, lowest, range, scale) for scale in (floor, (floor + 1).clamp_max(17)))
     is_small = small[0] <= large[0]
     assert 0.2 < is_small.float().mean() < 0.8
     _, group_scale, min, quants = (torch.where(is_small, *both) for both in zip(small, large, strict=True))
@@ -200,9 +200,9 @@ def scale_and_factor(x: Tensor) -> tuple[Tensor, Tensor]:
     return scale, torch.where(scale >= 1e-30, 1 / scale, 0)
 
 
-def four_bits(v: Tensor, least: Tensor, range: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def four_bits(v: Tensor, lowest: Tensor, range: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the squared errors, scales, mins and quants of groups v (..., 32), for whole scales."""
-    min = (least + (range - 15 * scale) / 2).round().clamp(0, 255)
+    min = (lowest + (range - 15 * scale) / 2).round().clamp(0, 255)
     quants = ((v - min) * (1 / scale)).round().clamp_min(0).minimum(((255 - min) / scale).floor().clamp_max(15))
     error = (v - (quants * scale + min)).double()
     sums = (error[..., :16].square().float().double() + error[..., 16:].square()).float()  # fused multiply-adds

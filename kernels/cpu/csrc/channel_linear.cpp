@@ -270,10 +270,10 @@ struct GroupScales {
 
 // Returns the better of the two whole scales next to the range of v over 15. The smaller one cannot reach both ends, and
 // leaves out as much at each.
-GroupScales best_group_scales(const float* v, F32x16 least, F32x16 greatest) {
-    F32x16 range = greatest - least;
+GroupScales best_group_scales(const float* v, F32x16 lowest, F32x16 highest) {
+    F32x16 range = highest - lowest;
     auto centered = [&](F32x16 scale) {
-        F32x16 min = (least + (range - F32x16::set(15) * scale) * F32x16::set(0.5f)).round();
+        F32x16 min = (lowest + (range - F32x16::set(15) * scale) * F32x16::set(0.5f)).round();
         return GroupScales(scale, quire::min(max(min, F32x16::zero()), F32x16::set(255)));
     };
     F32x16 floor = max((range / F32x16::set(15)).floor(), F32x16::set(1));
@@ -286,15 +286,15 @@ GroupScales best_group_scales(const float* v, F32x16 least, F32x16 greatest) {
 // Packs 32 inputs of 16 outputs, v (32, stride PANEL), whose factors are at `factors`, into their lanes of a record of 4
 // bits. It multiplies v.
 void pack_lanes(float* v, const float* factors, int first_lane, uint8_t* record) {
-    F32x16 factor = F32x16::load(factors + first_lane), greatest = F32x16::zero();
-    F32x16 least = F32x16::set(std::numeric_limits<float>::max());
+    F32x16 factor = F32x16::load(factors + first_lane), highest = F32x16::zero();
+    F32x16 lowest = F32x16::set(std::numeric_limits<float>::max());
     for (int k = 0; k < RECORD_INPUTS; k++) {
         F32x16 numbers = F32x16::load(v + k * PANEL) * factor + F32x16::set(ZERO_POINT);
         numbers.store(v + k * PANEL);
-        least = quire::min(least, numbers);
-        greatest = max(greatest, numbers);
+        lowest = quire::min(lowest, numbers);
+        highest = max(highest, numbers);
     }
-    GroupScales best = best_group_scales(v, least, greatest);
+    GroupScales best = best_group_scales(v, lowest, highest);
     int8_t* tail = reinterpret_cast<int8_t*>(record + RECORD_QUANTS) + first_lane;
     I32x16::round(best.scale).store_low_bytes(tail);
     I32x16::round(best.min).store_low_bytes(tail + PANEL);

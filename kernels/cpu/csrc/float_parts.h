@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "dtypes.h"
@@ -19,9 +18,9 @@ constexpr int64_t NO_BLOCKS = -1;  // a tensor of floats, where other numbers ar
 // Outputs of one tensor.
 struct FloatPart {
     const char* data;
-    int64_t outputs, pitch;  // bytes from an output to the next
-    int64_t stride;          // numbers from an input to the next, or bytes from a block to the next
-    int64_t first;           // the number of a block that is the first input
+    int64_t pitch;   // bytes from an output to the next
+    int64_t stride;  // numbers from an input to the next, or bytes from a block to the next
+    int64_t first;   // the number of a block that is the first input
     // Reads inputs of an output, from `first` on, into x (count) in float32.
     void (*read)(const char* output, int64_t stride, int64_t first, int64_t count, float* x);
 };
@@ -64,13 +63,14 @@ class FloatParts {
 public:
     // `types` says of each tensor that it is floats (out, in), or blocks (out, n, bytes) of which type; blocks begin with
     // the group first_groups[i] of the first one. Raises c10::Error for what does not fit.
-    FloatParts(at::TensorList tensors, at::IntArrayRef types, at::IntArrayRef first_groups, int64_t inputs) {
+    FloatParts(at::TensorList tensors, at::IntArrayRef types, at::IntArrayRef first_groups, int64_t inputs)
+        : tensors_(tensors) {
         TORCH_CHECK(!tensors.empty() && types.size() == tensors.size() && first_groups.size() == tensors.size(),
                     "a type and a first group for each part");
         for (size_t i = 0; i < tensors.size(); i++) {
             const at::Tensor& own = tensors[i];
             outputs_ += own.size(0);
-            FloatPart part{static_cast<const char*>(own.const_data_ptr()), own.size(0),
+            FloatPart part{static_cast<const char*>(own.const_data_ptr()),
                            own.stride(0) * int64_t(own.element_size()), own.stride(1), 0, nullptr};
             if (types[i] == NO_BLOCKS) {
                 TORCH_CHECK(own.dim() == 2 && own.size(1) == inputs, "parts must have equally many inputs");
@@ -90,18 +90,16 @@ public:
 
     FloatPanel panel(int64_t number) const {
         FloatPanel panel;
-        int64_t begin = 0;
-        for (const FloatPart& part : parts_) {
-            int64_t from = std::max(number * PANEL, begin), to = std::min((number + 1) * PANEL, begin + part.outputs);
-            for (int64_t output = from; output < to; output++)
-                panel.output[panel.count++] = {&part, part.data + (output - begin) * part.pitch};
-            begin += part.outputs;
-        }
+        for_each_part(tensors_, number, [&](size_t i, int64_t first, int, int count) {
+            const FloatPart& part = parts_[i];
+            for (int n = 0; n < count; n++) panel.output[panel.count++] = {&part, part.data + (first + n) * part.pitch};
+        });
         return panel;
     }
 
 private:
-    std::vector<FloatPart> parts_;
+    at::TensorList tensors_;
+    std::vector<FloatPart> parts_;  // of each tensor
     int64_t outputs_ = 0;
 };
 
