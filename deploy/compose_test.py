@@ -52,9 +52,10 @@ NO_ENGINE = 75
 STRANGER = """
 import zmq
 socket = zmq.Context().socket(zmq.DEALER)
+monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 socket.connect("tcp://scheduler:5557")
 socket.send(b"hello")
-raise SystemExit(socket.poll(2000))
+raise SystemExit(not monitor.poll(30_000) or socket.poll(1_000))
 """
 METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:{}/metrics').read().decode())"
 PORTS = {"gateway": 8000, "scheduler": 9100}  # at which their metrics are
@@ -252,7 +253,7 @@ def leave(project: Project) -> None:
 
 
 def refuse(project: Project) -> None:
-    """Connect to the scheduler without keys. It must not answer, and count the connection."""
+    """Connect to the scheduler without keys. It must end the handshake, not answer, and count the connection."""
     gateway, scheduler = project.containers("gateway")[0], project.container("scheduler")
     secrets = project.run_engine("exec", gateway, "find", "/keys", "-name", "*.key_secret").split()
     expect(secrets == ["/keys/gateway/gateway.key_secret"], f"a gateway's secrets are {secrets}")

@@ -167,8 +167,9 @@ class Monitor:
         self._heard: set[int] = set()  # descriptors by which messages have come
 
     def note_message(self, fd: int) -> None:
-        """Note that a message came by a connection."""
-        self._heard.add(fd)
+        """Note that a message came by a connection, which may have ended since then."""
+        if fd in self.connected or has_message(self._reader):  # a new connection's event comes before its messages
+            self._heard.add(fd)
 
     def drain(self) -> list[int]:
         """Return the descriptors of the connections that ended since the last call."""

@@ -336,6 +336,29 @@ def test_no_connection_is_too_quick_to_be_seen(context: Any, address: str) -> No
                     assert monitor.drain() == []
 
 
+def test_strangers_are_counted_though_a_last_message_is_read_after_its_sender_has_left(context: Any, port: int) -> None:
+    """One of them has its descriptor, as descriptors are reused."""
+    strangers = [socket.socket() for _ in range(20)]  # now, so that descriptors that become free are the listener's
+    address = f"tcp://127.0.0.1:{port}"
+    with listen(context, address) as listener:
+        with connect(context, address, b"fair") as (fair, _):
+            fair.send(b"hello")
+            fd = wait(listener).fd
+            fair.send(b"good bye")
+        assert disconnected(listener) == [fd]
+        assert wait(listener).body == b"good bye"
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", port))
+        wait_until(lambda: not listener.monitor.drain() and len(listener.monitor.connected) == len(strangers))
+        assert fd in listener.monitor.connected
+        for stranger in strangers:
+            stranger.close()
+        left: list[int] = []
+        while len(left) < len(strangers):
+            left += disconnected(listener)
+        assert listener.monitor.refused == len(strangers)
+
+
 def test_a_listener_over_ipc_that_hangs_up_is_said_to_and_keys_are_not_blamed(context: Any, address: str) -> None:
     """As when a scheduler is killed that stood still, or another program listens there."""
     with socket.socket(socket.AF_UNIX) as listener:
