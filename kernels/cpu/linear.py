@@ -79,7 +79,7 @@ def pack_linear(weight: Weight) -> Packed:
     if isinstance(weight, Tensor):
         weight = FloatWeight(weight.dtype, [weight])
     if isinstance(weight, FloatWeight):
-        panels = torch.ops.quire.float_panels(*weight.shape, weight.dtype)
+        panels = torch.ops.quire.float_panels(*weight.shape, _panel_dtype(weight))
         for operands, target in _blocks(weight.parts, panels):
             torch.ops.quire.pack_linear(*operands, target)
         return PackedWeight(panels, weight.shape[0])
@@ -123,6 +123,15 @@ def _blocks(parts: Sequence[Rows], panels: Tensor) -> Iterator[tuple[_Operands, 
     for first, rows in row_blocks(parts):
         end = first + sum(map(len, rows))
         yield _operands(rows), panels[first // PANEL : -(-end // PANEL)]
+
+
+def _panel_dtype(weight: FloatWeight) -> torch.dtype:
+    """Return 16 bits instead of float32 if all parts are stored so: half the memory to read, and the same results."""
+    stored = {part.dtype if isinstance(part, Tensor) else None for part in weight.parts}
+    for narrow in (torch.bfloat16, torch.float16):
+        if weight.dtype == torch.float32 and stored == {narrow}:
+            return narrow
+    return weight.dtype
 
 
 def _stored(part: Rows) -> Sequence[Tensor | GGUFPart]:

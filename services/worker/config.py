@@ -48,7 +48,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
         Meta(
             description="Type of weights that are not quantised; auto: the checkpoint's on a GPU, float32 on a CPU, "
-            "which computes in float32 whatever the type."
+            "which computes in float32 whatever the type, and keeps matrices of 16 bits at their size."
         ),
     ] = "auto"
     quantization: Annotated[

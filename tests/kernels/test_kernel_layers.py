@@ -192,7 +192,25 @@ def test_parts_are_packed_as_their_concatenation(
     assert torch.equal(OPS.embedding(ids, packed), whole.float() if extension.load() else whole)
     if extension.load():
         padded = torch.cat((whole, whole.new_zeros(-len(whole) % 32, inputs)))
-        assert torch.equal(packed.panels, padded.view(-1, 32, inputs).transpose(1, 2))
+        stays = dtype == torch.float32 and stored.itemsize == 2
+        assert packed.panels.dtype == (stored if stays else dtype)
+        assert torch.equal(packed.panels.to(dtype), padded.view(-1, 32, inputs).transpose(1, 2))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13, 100])
+def test_a_weight_that_stays_in_16_bits_gives_the_same_results(tokens: int, stored: torch.dtype) -> None:
+    weight, x = rows(70, 300, stored), rows(tokens, 300)
+    narrow = OPS.pack_linear(FloatWeight(torch.float32, [weight]))
+    wide = OPS.pack_linear(FloatWeight(torch.float32, [weight.float()]))
+    assert torch.equal(OPS.linear(x, narrow, None), OPS.linear(x, wide, None))
+    assert torch.equal(OPS.logits(x, narrow), OPS.logits(x, wide))
+
+
+def test_a_weight_with_parts_of_several_types_is_packed_in_the_type_asked_for() -> None:
+    parts = [rows(40, 300, torch.bfloat16), rows(30, 300, torch.float16), rows(30, 300)]
+    packed = OPS.pack_linear(FloatWeight(torch.float32, parts))
+    assert torch.equal(OPS.embedding(torch.arange(100), packed), torch.cat([part.float() for part in parts]))
 
 
 @pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
