@@ -184,7 +184,7 @@ class RandomWeights:
             return self.load(name)
         parts, regions = self._parameters[name]
         outputs, inputs = concatenated_shape(parts)
-        values = self._draw(name, outputs + inputs - 1).unfold(0, inputs, 1)
+        values = self._draw(name, outputs + inputs - 1).bfloat16().unfold(0, inputs, 1)  # as checkpoints are stored
         return float_matrix([values[region] for region in regions], self._precision)
 
     def _draw(self, name: str, *shape: int) -> Tensor:
