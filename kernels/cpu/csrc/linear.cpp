@@ -23,35 +23,41 @@ constexpr int PREFETCH_ROWS = 4;     // with more rows, multiplying takes longer
 constexpr int64_t INPUT_TILE = 128;  // inputs of a panel that stay in the L1 cache while all rows use them
 
 #if defined(__AVX512F__)
-constexpr int ROW_TILE = 12;  // 24 accumulators of 32 registers
+constexpr int ROW_TILE = 12;          // 24 accumulators of 32 registers
+constexpr int WHOLE_ROWS = ROW_TILE;  // at most so many rows are multiplied by both halves of a panel at once
+constexpr bool WIDENS_ONCE = true;    // weights of 16 bits, for all tiles of rows; else for each of them
 #else
-constexpr int ROW_TILE = 2;
+constexpr int ROW_TILE = 6;           // 12 accumulators of 16 registers, for half a panel
+constexpr int WHOLE_ROWS = 2;         // with so few, reading takes longest: a line of a panel is used at once
+constexpr bool WIDENS_ONCE = false;   // AMD's Zen 2 widens beside multiplications, in time that costs nothing
 #endif
 
-// sums (N, 32) += x (N, inputs) times a tile of a panel. `stride` is in floats.
-template <int N, class W>
-void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t inputs, float* sums) {
-    F32x16 left[N], right[N];
+// sums (N, 32) += x (N, inputs) times a tile of a panel, for 16 * VECTORS outputs. `stride` is in floats. With
+// `next_tile`, half a panel prefetches its part of the next tile.
+template <int N, int VECTORS, class W>
+void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t inputs, float* sums, bool next_tile) {
+    F32x16 sum[N][VECTORS];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) {
-        left[n] = F32x16::load(sums + n * PANEL);
-        right[n] = F32x16::load(sums + n * PANEL + 16);
-    }
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) sum[n][v] = F32x16::load(sums + n * PANEL + 16 * v);
     for (int64_t k = 0; k < inputs; k++) {
-        if (N <= PREFETCH_ROWS) prefetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
-        F32x16 left_weights = F32x16::load(panel + k * PANEL), right_weights = F32x16::load(panel + k * PANEL + 16);
+        if (N <= PREFETCH_ROWS && VECTORS == 2) prefetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
+        if (VECTORS == 1 && next_tile) _mm_prefetch(panel + (k + INPUT_TILE) * PANEL, _MM_HINT_T0);
+        F32x16 weights[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) weights[v] = F32x16::load(panel + k * PANEL + 16 * v);
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
             F32x16 value = F32x16::set(x[n * stride + k]);
-            left[n] = fma(value, left_weights, left[n]);
-            right[n] = fma(value, right_weights, right[n]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) sum[n][v] = fma(value, weights[v], sum[n][v]);
         }
     }
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) {
-        left[n].store(sums + n * PANEL);
-        right[n].store(sums + n * PANEL + 16);
-    }
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) sum[n][v].store(sums + n * PANEL + 16 * v);
 }
 
 template <class W>
@@ -62,10 +68,15 @@ void panel_sums(const W* panel, int64_t inputs, const float* x, int64_t stride, 
         const W* part = panel + first * PANEL;
         auto multiply_rows = [&](const auto* weights) {
             for_even_tiles<ROW_TILE>(rows, [&](auto n, int64_t row) {
-                multiply_tile<n>(x + row * stride + first, stride, weights, tile_inputs, sums + row * PANEL);
+                constexpr int VECTORS = n <= WHOLE_ROWS ? 2 : 1;
+                for (int output = 0; output < PANEL; output += 16 * VECTORS) {
+                    const float* tile = x + row * stride + first;
+                    float* target = sums + row * PANEL + output;
+                    multiply_tile<n, VECTORS>(tile, stride, weights + output, tile_inputs, target, row == 0);
+                }
             });
         };
-        if (std::is_same_v<W, float> || rows <= ROW_TILE) {
+        if (std::is_same_v<W, float> || rows <= ROW_TILE || !WIDENS_ONCE) {
             multiply_rows(part);
             continue;
         }
