@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse
@@ -32,6 +33,7 @@ class Gateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.name = name
         self.engine_ready = self.takes_requests = True
+        self.health_seconds = 0.0  # that an answer about its health takes
         self.not_frozen = threading.Event()
         self.not_frozen.set()
 
@@ -46,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.not_frozen.wait()
+        time.sleep(self.server.health_seconds if self.path.startswith("/health") else 0)
         length = len(self.rfile.read(int(self.headers.get("Content-Length", 0))))
         answer = f"{self.server.name} {self.path} {length}".encode()
         self.send_response(self.server.status(self.path))
@@ -237,6 +240,15 @@ def test_a_frozen_gateway_is_left_out(tmp_path: Path) -> None:
         first.not_frozen.clear()
         wait_until(lambda: all(answered(port) for _ in range(8)))
         assert serving(port) == {"second"}
+
+
+def test_a_gateway_that_answers_checks_late_is_not_left_out(tmp_path: Path) -> None:
+    gateway = Gateway()
+    with balancing(tmp_path, [gateway]) as port:
+        gateway.health_seconds = 1.5  # longer than the time between two checks
+        for _ in range(30):
+            assert ask(port, "GET", "/v1/models")[0] == 200
+            time.sleep(0.2)
 
 
 def answered(port: int) -> bool:
