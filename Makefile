@@ -75,8 +75,9 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two processes, since most tests compute on one core or wait for others. A file's tests share what they prepare.
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 	$(if $(ARGS),,TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(GPU_TESTS))
 
 test-fast: install
