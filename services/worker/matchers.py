@@ -77,8 +77,8 @@ class Matcher:
     def matcher(self) -> LLMatcher:
         """Wait until the grammar is compiled, if that has not been done, and return what follows the output."""
         if self._matcher is None:
-            self.grammar.num_waiting -= 1
             self.lexer, shared = self.grammar.lexer(self.lexer)
+            self.grammar.num_waiting -= 1
             self.go_on(shared.deep_copy())
         assert self._matcher is not None
         return self._matcher
@@ -135,10 +135,10 @@ class GrammarMatchers:
         return matcher
 
     def drop(self, matcher: Matcher) -> None:
-        """Follow an output no more. If no other waits for its grammar, what has not been begun of that is not done."""
-        grammar = matcher.grammar
+        """Follow an output no more. A grammar that no other waits for is not compiled, unless that has begun."""
         if not matcher.is_waiting:
             return
+        grammar = matcher.grammar
         grammar.num_waiting -= 1
         if not grammar.num_waiting:
             # From the last one on, so that nothing is compiled that asks about the first.
