@@ -169,10 +169,11 @@ class ModelRunner:
             self._group.connect(f"{message.epoch.boot_id}-{message.epoch.count}")
         if self._adapters:
             self._adapters.clear()
+        if self._state is not None:
+            self._state.masks.clear()
         sizes = replace(message, epoch=Epoch("", 0))
         if self._state is not None and self._sizes == sizes:
             self._state.sequences.clear()
-            self._state.masks.clear()
             return
         self._state = self._sizes = self._graphs = None  # frees the old memory before the new is taken
         with _naming_settings(f"for {message.num_blocks} blocks of KV"):
@@ -186,7 +187,9 @@ class ModelRunner:
         self._sizes = sizes
 
     def close(self) -> None:
-        """Leave the group."""
+        """Forget all sequences, and leave the group."""
+        if self._state is not None:
+            self._state.masks.clear()
         self._group.close()
 
     def execute(self, plan: StepPlan) -> StepResult:

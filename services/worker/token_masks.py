@@ -139,7 +139,9 @@ class TokenMasks:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._sequences, self._failures, self._pending = {}, {}, None
+        for slot in [*self._sequences, *self._failures]:
+            self._drop(slot)
+        self._pending = None
 
     def update(self, plan: StepPlan) -> None:
         """Follow the sequences that `plan` adds and forks, and no more those that it releases."""
@@ -201,7 +203,9 @@ class TokenMasks:
             self._failures[child] = self._failures[parent]
 
     def _drop(self, slot: int) -> None:
-        self._sequences.pop(slot, None)
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None and sequence.matcher is not None:
+            self._matchers.drop(sequence.matcher)
         self._failures.pop(slot, None)
 
 

@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import numpy as np
@@ -33,7 +33,7 @@ MAX_CHOICES = 10_000
 """Maximum number of texts to choose from."""
 
 MAX_COMPILE_SECONDS = 0.05
-"""Maximum CPU time to compile a grammar. A worker compiles it between two steps, for which all streams wait."""
+"""Maximum CPU time to compile a grammar. A worker compiles it beside a step, and the step may have to wait for that."""
 
 NO_TEXT_ERROR = "NoExtensionBias"
 """The library's whole message if a grammar has no first token, such as one whose rules never end."""
@@ -60,8 +60,18 @@ alone, with which those of e-mail addresses, of some other formats and of names 
 LIMITS = llguidance.LLParserLimits(step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False)
 
 
+class Compiled(NamedTuple):
+    """A compiled grammar: a matcher at the beginning of an output, and the CPU time that it took."""
+
+    matcher: LLMatcher
+    seconds: float
+
+
 class GrammarCompiler:
-    """Compiles grammars over the tokens of `tokenizer`. Making one takes up to a second."""
+    """Compiles grammars over the tokens of `tokenizer`, one after the other in a thread of its own.
+
+    Making one takes up to a second.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_ids = tokenizer.eos_token_ids  # by which an output that follows a grammar may end
@@ -98,8 +108,15 @@ class GrammarCompiler:
 
         Raise `ModelError` if there are no grammars for this tokenizer.
         """
+        return self._thread.submit(_compile, self._ready, grammar).result().matcher
+
+    def start(self, grammar: str, is_needed: Callable[[], bool]) -> Future[Compiled | None]:
+        """Begin to compile a grammar like `matcher`, and do not wait.
+
+        When its turn comes, the thread asks `is_needed`; if not, the result is None.
+        """
         tokenizer = self._ready
-        return self._thread.submit(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS).result()
+        return self._thread.submit(lambda: _compile(tokenizer, grammar) if is_needed() else None)
 
     def compile(self, params: StructuredOutputsParams, param: str = "structured_outputs") -> str:
         """Return the grammar of `params`. Raise `InvalidRequest`, naming `param`, if it is wrong or too large."""
@@ -136,7 +153,7 @@ class GrammarCompiler:
     def _try(self, tokenizer: LLTokenizer, grammar: str) -> tuple[str, float]:
         """Compile a grammar, and take two tokens: some limits show only then. Return the error and the seconds."""
         began = time.thread_time()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        matcher = _compile(tokenizer, grammar).matcher
         mask = np.empty((1, self.mask_words), np.int32)
         for _ in range(2):
             if not matcher.is_error():
@@ -159,6 +176,13 @@ class _TokenList:
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False).ids
+
+
+def _compile(tokenizer: LLTokenizer, grammar: str) -> Compiled:
+    """Compile a grammar in this thread, whose stack has to be deep. Others run meanwhile: the interpreter is free."""
+    began = time.thread_time()
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    return Compiled(matcher, time.thread_time() - began)
 
 
 def _thread_with_deep_stack() -> ThreadPoolExecutor:

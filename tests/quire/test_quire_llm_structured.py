@@ -1,16 +1,16 @@
 """Tests structured output of the offline `LLM`: what it demands holds, and an output that fails ends alone."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from shared.errors import InvalidRequest
-from shared.text.grammars import GrammarCompiler
+from shared.text.grammars import Compiled, GrammarCompiler
 
 EXPENSIVE = r"x(\w{1,300}|[a-z0-9]{0,700}b){1,100}"
 """An expression that exceeds a limit after some tokens."""
@@ -71,13 +71,13 @@ def test_an_output_that_cannot_go_on_ends_alone(llm: LLM) -> None:
 
 def test_samples_of_a_grammar_share_what_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    matcher = GrammarCompiler.matcher
+    start = GrammarCompiler.start
 
-    def count(compiler: GrammarCompiler, grammar: str) -> LLMatcher:
+    def count(compiler: GrammarCompiler, grammar: str, is_needed: Callable[[], bool]) -> Future[Compiled | None]:
         compiled.append(grammar)
-        return matcher(compiler, grammar)
+        return start(compiler, grammar, is_needed)
 
-    monkeypatch.setattr(GrammarCompiler, "matcher", count)
+    monkeypatch.setattr(GrammarCompiler, "start", count)
     demand = StructuredOutputsParams(regex="[cd]{2}")
     params = SamplingParams(max_tokens=9, n=8, structured_outputs=demand)
     (output,) = llm.generate(["a"], params, use_tqdm=False)

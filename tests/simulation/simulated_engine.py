@@ -245,6 +245,24 @@ class BudgetCheck:
         return "the time of a step" if left else "demand"
 
 
+class GrammarCheck:
+    """Checks how much a plan brings the worker to compile. It must be created before the plan."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        self._known = {one.sampling.grammar for one in core._queues.running.items} | {""}
+
+    def check(self, plan: StepPlan) -> bool:
+        """Raise AssertionError if the plan has too many new grammars. Return whether one has to wait for the next."""
+        new = {new.sampling.grammar for new in plan.new_sequences} - self._known
+        length = sum(max(len(grammar), 1024) for grammar in new)
+        assert len(new) <= 1 or length <= 16_384, "streams wait for few grammars"
+        first = self._core._queues.first_waiting(())
+        if not new or first is None or first.sampling.grammar in self._known | new:
+            return False
+        return length + max(len(first.sampling.grammar), 1024) > 16_384
+
+
 class SimulatedAdapters:
     """The folders of adapters, what the engine should know of them, and the workers' answers that wait."""
 
@@ -436,6 +454,7 @@ class SimulatedEngine:
         prompt_logprobs: int = -1,
         salt: str = "",
         adapter: str = "",
+        grammar: str = "",
     ) -> Refused | int:
         """Submit a request. Return the refusal, or its id."""
         self._ids += 1
@@ -445,6 +464,7 @@ class SimulatedEngine:
             stop_token_ids=stops,
             min_tokens=min_tokens,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
         tokens, came = pack_tokens(prompt + output), arrival or self.now
         request = Submit(
@@ -497,7 +517,7 @@ class SimulatedEngine:
 
     def plan(self) -> StepPlan | None:
         """Make a plan and execute it. The worker may die of it."""
-        order, budget = OrderCheck(self.core), BudgetCheck(self.core)
+        order, budget, grammars = OrderCheck(self.core), BudgetCheck(self.core), GrammarCheck(self.core)
         swapped = [one for one in self.core._queues.waiting.items if one.table.host_blocks]
         written = self.core._block_manager.host_tier._written
         leaving = [one for one in swapped if any(block in written for block in one.table.host_blocks)]
@@ -514,6 +534,7 @@ class SimulatedEngine:
         if self._checked:
             check_writes(self.core)
             self.events[f"bounded by {budget.check(plan)}"] += 1
+            self.events["grammars that wait for another plan"] += grammars.check(plan)
         self.plans.append(plan)
         self._count_events(plan)
         self.results.append(self.worker.execute(plan))

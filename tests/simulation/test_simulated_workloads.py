@@ -78,7 +78,7 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
             }
         )
     rare = {name: count for name, count in seen.items() if count < 20}
-    assert len(seen) == 31
+    assert len(seen) == 32
     assert not rare
     uncounted = set(Counters.__struct_fields__) - counted
     assert uncounted == {"rejected_by_tokens"}, "no workload bounds the queue in tokens; all else happens"

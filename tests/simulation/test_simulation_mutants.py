@@ -285,6 +285,15 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "allocation.num_new <= block_manager.num_free",
         ),
     ],
+    "all grammars come at once": [
+        ("new_grammars:NewGrammars.add", "self._length and self._length + length > MAX_LENGTH", "False"),
+    ],
+    "a long grammar never comes": [
+        ("new_grammars:NewGrammars.add", "self._length and self._length", "self._length"),
+    ],
+    "short grammars cost nothing": [
+        ("new_grammars:NewGrammars.add", "max(len(grammar), LEAST_LENGTH)", "len(grammar)"),
+    ],
     "a worker's death leaves plans in flight": [
         ("scheduler:Scheduler._forget_worker", "self._in_flight.clear()", "pass")
     ],

@@ -21,7 +21,7 @@ def run(seed: int, *, deep: bool = True) -> SimulatedEngine:
     if deep:
         limits = _with_random_depth(limits, Random(f"depth of {seed}"))
     engine = _engine(limits, Random(f"time of {seed}"), adapter_rng)
-    script = _Script(rng, engine, Random(f"cache of {seed}"), adapter_rng)
+    script = _Script(rng, engine, Random(f"cache of {seed}"), adapter_rng, Random(f"grammars of {seed}"))
     for _ in range(rng.randint(4, 40)):
         script.move()
     script.finish()
@@ -85,10 +85,12 @@ def _engine(limits: Limits, rng: Random, adapter_rng: Random) -> SimulatedEngine
 class _Script:
     """The random calls of a workload, and the conditions that its outcome must meet."""
 
-    def __init__(self, rng: Random, engine: SimulatedEngine, cache_rng: Random, adapter_rng: Random) -> None:
+    def __init__(
+        self, rng: Random, engine: SimulatedEngine, cache_rng: Random, adapter_rng: Random, grammar_rng: Random
+    ) -> None:
         """`cache_rng` decides about salts and resets of the prefix cache, so that the rest stays as it is.
 
-        So does `adapter_rng` about adapters.
+        So do `adapter_rng` about adapters, and `grammar_rng` about grammars.
         """
         self.rng = rng
         self.adapter_rng = adapter_rng
@@ -96,6 +98,8 @@ class _Script:
         self.names = [str(name) for name in range(adapter_rng.randint(1, 6))] if engine.adapters.max_loras else []
         self.cache_rng = cache_rng
         self.salts = cache_rng.choice([[""], [""], ["", "1", "2"]])
+        self.grammar_rng = grammar_rng
+        self.grammars = ["", "", "1", "2", "3" * 6000, "4" * 9000, "5" * 15_500, "6" * 20_000]
         self.resets = cache_rng.choice([0.0, 0.0, 0.05, 0.3])  # the share of calls before which there is one
         self.engine = engine
         self.prefixes = [self._tokens(rng.randint(1, 24)) for _ in range(2)]
@@ -241,6 +245,7 @@ class _Script:
             prompt_logprobs=scores,
             salt=self.cache_rng.choice(self.salts),
             adapter=adapter,
+            grammar=self.grammar_rng.choice(self.grammars),
         )
         if isinstance(outcome, Refused):
             assert not output or (adapter and adapter not in engine.adapters.named)

@@ -1,6 +1,10 @@
-"""Tests that matchers share what is compiled, that they are independent, and what happens if a shared lexer is lost."""
+"""Tests that matchers share what is compiled, that they are independent, what happens if a shared lexer is lost, and
+what waits for a compiler.
+"""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from services.worker import matchers as module
 from services.worker.matchers import GrammarMatchers, Matcher
 from shared.errors import ModelError
 from shared.structured_outputs import StructuredOutputsParams
-from shared.text.grammars import GrammarCompiler, grammar_text
+from shared.text.grammars import Compiled, GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -20,15 +24,27 @@ EXPENSIVE = r"x(\w{1,300}|[a-z0-9]{0,700}b){1,100}"
 
 
 class Compiler(GrammarCompiler):
-    """Counts what it compiles."""
+    """Counts what it compiles, and compiles nothing before `may_go_on` is set."""
 
     def __init__(self) -> None:
         super().__init__(TOKENIZER)
         self.count = 0
+        self.begun = threading.Semaphore(0)
+        self.may_go_on = threading.Event()
 
     def matcher(self, grammar: str) -> LLMatcher:
         self.count += 1
         return super().matcher(grammar)
+
+    def start(self, grammar: str, is_needed: Callable[[], bool]) -> Future[Compiled | None]:
+        def is_begun() -> bool:
+            self.begun.release()
+            assert self.may_go_on.wait(60)
+            needed = is_needed()
+            self.count += needed
+            return needed
+
+        return super().start(grammar, is_begun)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +53,11 @@ def loaded() -> Compiler:
 
 
 @pytest.fixture
-def compiler(loaded: Compiler) -> Compiler:
-    loaded.count = 0
-    return loaded
+def compiler(loaded: Compiler) -> Iterator[Compiler]:
+    loaded.count, loaded.begun = 0, threading.Semaphore(0)
+    loaded.may_go_on.set()
+    yield loaded
+    loaded.may_go_on.set()
 
 
 def make(compiler: GrammarCompiler, vocab_size: int = VOCAB, num_threads: int = 2) -> GrammarMatchers:
@@ -71,16 +89,20 @@ def test_a_grammar_is_compiled_for_a_few_threads(
     monkeypatch.setattr(module, "QUICK_SECONDS", 60.0)
     matchers = make(compiler, num_threads=num_threads)
     each = [matchers.start(regex("[ab]c|[de]f")) for _ in range(9)]
-    assert compiler.count == compiled
     for at, matcher in enumerate(each):
         see(matcher, "ad"[at % 2])
     assert allowed(matchers, each) == ["cf"[at % 2] for at in range(9)]
+    assert compiler.count == compiled
+    assert {matcher.lexer for matcher in each} == set(range(compiled))
 
 
 def test_a_grammar_that_takes_long_is_compiled_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that one request for many samples does not hold up the streams of others."""
     monkeypatch.setattr(module, "QUICK_SECONDS", 0.0)
     matchers = make(compiler, num_threads=4)
+    each = [matchers.start(regex("a")) for _ in range(64)]
+    assert allowed(matchers, each) == ["a"] * 64
+    assert {matcher.lexer for matcher in each} == {0}
     assert allowed(matchers, [matchers.start(regex("a")) for _ in range(64)]) == ["a"] * 64
     assert compiler.count == 1
 
@@ -88,12 +110,11 @@ def test_a_grammar_that_takes_long_is_compiled_once(compiler: Compiler, monkeypa
 def test_few_grammars_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
     matchers = make(compiler, num_threads=1)
-    for expression in ("a", "b", "a", "c", "a"):
-        matchers.start(regex(expression))
+    each = [matchers.start(regex(expression)) for expression in ("a", "b", "a", "c", "a")]
+    assert allowed(matchers, each) == ["a", "b", "a", "c", "a"]
     assert compiler.count == 3
-    old = matchers.start(regex("b"))
+    assert allowed(matchers, [matchers.start(regex("b"))]) == ["b"]
     assert compiler.count == 4
-    assert allowed(matchers, [old]) == ["b"]
 
 
 def test_grammars_that_nothing_compiles_are_not_kept() -> None:
@@ -104,7 +125,7 @@ def test_grammars_that_nothing_compiles_are_not_kept() -> None:
     for expression in "ab":
         with pytest.raises(ModelError):
             matchers.start(regex(expression))
-    assert len(matchers._compiled) == 0
+    assert len(matchers._grammars) == 0
 
 
 def test_an_output_so_far_is_followed(compiler: Compiler) -> None:
@@ -154,3 +175,52 @@ def test_a_token_that_is_not_allowed_is_an_error(compiler: Compiler) -> None:
     assert allowed(matchers, [one, other])[1] == "b"
     assert "cannot be followed" in one.error
     assert not other.error
+
+
+def test_others_go_on_while_a_grammar_is_compiled(compiler: Compiler) -> None:
+    matchers = make(compiler)
+    ready = matchers.start(regex("ab"))
+    assert allowed(matchers, [ready]) == ["a"]
+    compiler.may_go_on.clear()
+    new, resumed = matchers.start(regex("cd")), matchers.start(regex("ef"), TOKENIZER.encode("e"))
+    see(ready, "a")
+    assert allowed(matchers, [ready]) == ["b"]
+    assert new.is_waiting
+    assert resumed.is_waiting
+    compiler.may_go_on.set()
+    assert allowed(matchers, [new, ready, resumed]) == ["c", "b", "f"]
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+    compiler.may_go_on.clear()
+    matchers = make(compiler)
+    first, *dropped, last = [matchers.start(regex(expression)) for expression in ("a", "b", "b", "c")]
+    assert compiler.begun.acquire(timeout=60)
+    matchers.drop(dropped[0])
+    matchers.drop(dropped[1])
+    assert regex("b") not in matchers._grammars
+    compiler.may_go_on.set()
+    assert allowed(matchers, [first, last]) == ["a", "c"]
+    assert compiler.count == 2
+    assert allowed(matchers, [matchers.start(regex("b"))]) == ["b"]
+    assert compiler.count == 3
+
+
+@pytest.mark.parametrize("quick", [0.0, 60.0])
+def test_an_output_that_ends_takes_no_grammar_from_another(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, quick: float
+) -> None:
+    """Whether it ends before or while its grammar is compiled, or afterwards."""
+    monkeypatch.setattr(module, "QUICK_SECONDS", quick)
+    compiler.may_go_on.clear()
+    matchers = make(compiler)
+    alone, one, other = [matchers.start(regex(expression)) for expression in ("a", "b", "b")]
+    assert compiler.begun.acquire(timeout=60)
+    matchers.drop(alone)
+    matchers.drop(one)
+    compiler.may_go_on.set()
+    assert allowed(matchers, [other]) == ["b"]
+    matchers.drop(other)
+    assert compiler.count == (3 if quick else 2)
+    assert allowed(matchers, [matchers.start(regex(expression)) for expression in "ab"]) == ["a", "b"]
+    assert compiler.count == (4 if quick else 2), "a quick one gets a second lexer with its second output"

@@ -1,6 +1,8 @@
 """Tests the masks of running sequences: what they allow, forks, resumed outputs, errors, when tokens are read."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from shared.protocol import (
     pack_tokens,
 )
 from shared.structured_outputs import StructuredOutputsParams
-from shared.text.grammars import GrammarCompiler, grammar_text
+from shared.text.grammars import Compiled, GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -204,6 +206,54 @@ def test_without_a_compiler_a_sequence_ends_with_the_reason() -> None:
     running.update(plan(released_slots=[0, 1]))
     enter(running, 2)
     running.clear()
+
+
+class SlowCompiler(GrammarCompiler):
+    """Notes what it compiles, and compiles nothing before `may_go_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.may_go_on = threading.Event()
+        self.begun = threading.Event()
+        self.compiled: list[str] = []
+
+    def start(self, grammar: str, is_needed: Callable[[], bool]) -> Future[Compiled | None]:
+        def is_begun() -> bool:
+            self.begun.set()
+            assert self.may_go_on.wait(60)
+            self.compiled.append(grammar)
+            return is_needed()
+
+        return super().start(grammar, is_begun)
+
+
+def test_only_a_mask_waits_for_a_new_grammar() -> None:
+    """Neither the plan that brings it nor the masks of others wait, nor does a sequence that leaves or comes back."""
+    compiler = SlowCompiler()
+    running = TokenMasks(lambda: compiler, VOCAB, 1)
+    for slot, expression, output in ((0, "ab", ""), (1, "cd", ""), (2, "ef", "e"), (3, "gh", "")):
+        enter(running, slot, expression, output)
+    enter(running, 4, bad=["x"])
+    assert missing(running, 4) == "x"
+    assert compiler.begun.wait(60)
+    running.update(plan(released_slots=[1]))
+    enter(running, 3, "ij")
+    compiler.may_go_on.set()
+    assert [allowed(running, slot) for slot in (2, 0, 3)] == ["f", "a", "i"]
+    assert compiler.compiled == [regex(expression) for expression in ("ab", "ef", "ij")]
+
+
+def test_all_are_forgotten_while_their_grammars_are_compiled() -> None:
+    compiler = SlowCompiler()
+    running = TokenMasks(lambda: compiler, VOCAB, 1)
+    for slot, expression in enumerate(("ab", "cd", "cd")):
+        enter(running, slot, expression)
+    assert compiler.begun.wait(60)
+    running.clear()
+    enter(running, 0, "ef")
+    compiler.may_go_on.set()
+    assert allowed(running, 0) == "e"
+    assert compiler.compiled == [regex(expression) for expression in ("ab", "ef")]
 
 
 def missing(running: TokenMasks, slot: int) -> str:

@@ -18,6 +18,7 @@ from services.scheduler.core.adapters import Adapter, Adapters
 from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.new_grammars import NewGrammars
 from services.scheduler.core.plan_builder import PlanBuilder
 from services.scheduler.core.policy import LEAST_CHUNK, budget_beside_streams, may_preempt, split_budget
 from services.scheduler.core.quarantine import Quarantine
@@ -158,13 +159,14 @@ class Planner:
         return True
 
     def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: Budget, now: float) -> None:
-        """Admit waiting sequences in order while there are slots, blocks and positions for them.
+        """Admit waiting sequences in order while there are slots, blocks and positions, and room for their grammars.
 
         They pass those that lack their adapter, and no others.
         """
         ahead = deque(chunked)
         taken = 0  # positions that go to sequences ahead in the order
         passed: set[Adapter | None] = set()
+        new_grammars = NewGrammars(self._queues.running.items)
         while (sequence := self._next_waiting(passed)) is not None:
             adapter = sequence.request.adapter
             if not self._adapters.is_available(adapter, claimed=bool(passed)):
@@ -174,7 +176,7 @@ class Planner:
                 continue
             while ahead and ahead[0].key < sequence.key:
                 taken += min(ahead.popleft().progress.num_unscheduled, budget.least)
-            if taken >= budget.positions or not self._find_slot(sequence):
+            if taken >= budget.positions or not new_grammars.add(sequence) or not self._find_slot(sequence):
                 return
             allocation = self._find_blocks(sequence)
             if allocation is None:

@@ -20,13 +20,13 @@ Why every accepted request comes to its end (none starves, except by strict prio
 2. One sequence of the longest context fits the pool alone (limits.py), and admission allocates blocks for all its
    tokens at once. So the first in order, once running, always gets its next block, now or as soon as the plans that
    name its victims are committed, and it ends after at most `max_num_computed` positions. Then another is the first.
-3. Sequences are admitted in order, so the first that waits is admitted at the latest when those before it have ended.
-   Only one that lacks its adapter is passed. When it is the first that waits, and those before it have ended, it has
-   the claim (adapters.py) in every plan. If all slots are held, one is drained: nobody is admitted to that adapter any
-   more, since all who wait for it stand behind, and those that hold it end or are preempted by points 1 and 2. From
-   then on one idle slot is kept for the claim. An idle adapter gives way to its adapter in host memory, and a load
-   comes to an end. Then it lacks nothing, and nobody passes it. What operators add is loaded by draining a slot too;
-   they add only so many.
+3. Sequences are admitted in order, so the first that waits is admitted at the latest when those before it have ended. A
+   plan has room for its grammar, however long that is. Only one that lacks its adapter is passed. When it is the first
+   that waits, and those before it have ended, it has the claim (adapters.py) in every plan. If all slots are held, one
+   is drained: nobody is admitted to that adapter any more, since all who wait for it stand behind, and those that hold
+   it end or are preempted by points 1 and 2. From then on one idle slot is kept for the claim. An idle adapter gives
+   way to its adapter in host memory, and a load comes to an end. Then it lacks nothing, and nobody passes it. What
+   operators add is loaded by draining a slot too; they add only so many.
    A swapped sequence waits until the plan that copies its blocks to host memory is back, which is in flight by then.
    Host memory is never waited for: if it is full, what is preempted is computed again.
 4. A plan has more positions than there are slots, and however long it takes, some of them are for chunks. So the first
@@ -38,8 +38,8 @@ Why every accepted request comes to its end (none starves, except by strict prio
 
 Where to look: sequence.py (numbers and states), blocks.py, prefix.py and host_tier.py under block_manager.py (tables),
 queues.py (places), adapters.py (which are where), planner.py and plan_builder.py (plan a step), commit.py (apply its
-result), step_time.py (how long one takes), swap_policy.py (what goes to host memory), admission.py, policy.py,
-quarantine.py, counters.py.
+result), step_time.py (how long one takes), swap_policy.py (what goes to host memory), new_grammars.py, admission.py,
+policy.py, quarantine.py, counters.py.
 """
 
 from collections import deque
