@@ -130,7 +130,8 @@ async def chat_client(server: Server, name: str, tokenizer: Tokenizer) -> AsyncI
 async def kill_under_load(server: Server, victim: str, answers: Sequence[Answer]) -> None:
     """Kill a process once all streams run, and wait until the server is ready with the next one."""
     await until(lambda: min(len(answer.run.tokens) for answer in answers) >= 4, PATIENCE)
-    assert all(len(answer.run.tokens) < answer.run.sampling.max_tokens for answer in answers)
+    # A client may be late: some may have ended.
+    assert any(len(answer.run.tokens) < answer.run.sampling.max_tokens for answer in answers)
     await replace(server, victim)
 
 
