@@ -20,6 +20,7 @@ from kernels.quantized import (
 from kernels.table_weight import TableWeight
 
 PANEL = 32  # outputs of a panel
+_NARROW = (torch.bfloat16, torch.float16)
 _NO_BLOCKS = -1  # instead of the type of blocks: a tensor of floats
 
 
@@ -77,7 +78,7 @@ Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | PackedTabl
 def pack_linear(weight: Weight) -> Packed:
     """Return `weight` (out, in) in panels. Its type stays, unless it is to be rounded."""
     if isinstance(weight, Tensor):
-        weight = FloatWeight(weight.dtype, [weight])
+        weight = FloatWeight(weight.dtype, [_narrowest(weight)])
     if isinstance(weight, FloatWeight):
         panels = torch.ops.quire.float_panels(*weight.shape, _panel_dtype(weight))
         for operands, target in _blocks(weight.parts, panels):
@@ -125,10 +126,20 @@ def _blocks(parts: Sequence[Rows], panels: Tensor) -> Iterator[tuple[_Operands, 
         yield _operands(rows), panels[first // PANEL : -(-end // PANEL)]
 
 
+def _narrowest(weight: Tensor) -> Tensor:
+    """Return a weight of float32 in 16 bits if they hold all of its numbers, as when it was stored so."""
+    if weight.dtype == torch.float32:
+        for dtype in _NARROW:
+            narrow = weight.to(dtype)
+            if torch.equal(narrow.float(), weight):
+                return narrow
+    return weight
+
+
 def _panel_dtype(weight: FloatWeight) -> torch.dtype:
     """Return 16 bits instead of float32 if all parts are stored so: half the memory to read, and the same results."""
     stored = {part.dtype if isinstance(part, Tensor) else None for part in weight.parts}
-    for narrow in (torch.bfloat16, torch.float16):
+    for narrow in _NARROW:
         if weight.dtype == torch.float32 and stored == {narrow}:
             return narrow
     return weight.dtype

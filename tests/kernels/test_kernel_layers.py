@@ -203,8 +203,12 @@ def test_a_weight_that_stays_in_16_bits_gives_the_same_results(tokens: int, stor
     weight, x = rows(70, 300, stored), rows(tokens, 300)
     narrow = OPS.pack_linear(FloatWeight(torch.float32, [weight]))
     wide = OPS.pack_linear(FloatWeight(torch.float32, [weight.float()]))
+    widened = OPS.pack_linear(weight.float())
     assert torch.equal(OPS.linear(x, narrow, None), OPS.linear(x, wide, None))
     assert torch.equal(OPS.logits(x, narrow), OPS.logits(x, wide))
+    if extension.load():
+        assert (narrow.panels.dtype, wide.panels.dtype, widened.panels.dtype) == (stored, torch.float32, stored)
+        assert torch.equal(widened.panels, narrow.panels)
 
 
 def test_a_weight_with_parts_of_several_types_is_packed_in_the_type_asked_for() -> None:
