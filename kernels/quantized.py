@@ -159,7 +159,7 @@ class StackedWeight(NamedTuple):
 
 
 class FloatWeight(NamedTuple):
-    """A weight of floats that `pack_linear` converts to `dtype`."""
+    """A weight of floats that `pack_linear` converts to `dtype`, or to a narrower type that changes no number."""
 
     dtype: torch.dtype
     parts: Sequence[Rows]  # (out, in) of floats each, whose outputs follow one another

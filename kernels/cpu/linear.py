@@ -76,7 +76,7 @@ Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | PackedTabl
 
 
 def pack_linear(weight: Weight) -> Packed:
-    """Return `weight` (out, in) in panels. Its type stays, unless it is to be rounded."""
+    """Return `weight` (out, in) in panels, rounded if it is to be, and float32 in 16 bits where these hold it all."""
     if isinstance(weight, Tensor):
         weight = FloatWeight(weight.dtype, [_narrowest(weight)])
     if isinstance(weight, FloatWeight):
