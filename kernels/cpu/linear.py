@@ -21,6 +21,7 @@ from kernels.table_weight import TableWeight
 
 PANEL = 32  # outputs of a panel
 _NARROW = (torch.bfloat16, torch.float16)
+_COMPARED_ROWS = 256  # at once
 _NO_BLOCKS = -1  # instead of the type of blocks: a tensor of floats
 
 
@@ -78,7 +79,7 @@ Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | PackedTabl
 def pack_linear(weight: Weight) -> Packed:
     """Return `weight` (out, in) in panels, rounded if it is to be, and float32 in 16 bits where these hold it all."""
     if isinstance(weight, Tensor):
-        weight = FloatWeight(weight.dtype, [_narrowest(weight)])
+        weight = FloatWeight(_narrowest_dtype(weight), [weight])
     if isinstance(weight, FloatWeight):
         panels = torch.ops.quire.float_panels(*weight.shape, _panel_dtype(weight))
         for operands, target in _blocks(weight.parts, panels):
@@ -126,14 +127,14 @@ def _blocks(parts: Sequence[Rows], panels: Tensor) -> Iterator[tuple[_Operands, 
         yield _operands(rows), panels[first // PANEL : -(-end // PANEL)]
 
 
-def _narrowest(weight: Tensor) -> Tensor:
-    """Return a weight of float32 in 16 bits if they hold all of its numbers, as when it was stored so."""
-    if weight.dtype == torch.float32:
-        for dtype in _NARROW:
-            narrow = weight.to(dtype)
-            if torch.equal(narrow.float(), weight):
-                return narrow
-    return weight
+def _narrowest_dtype(weight: Tensor) -> torch.dtype:
+    """Return 16 bits instead of float32 if they hold all numbers of a weight, as when it was widened from them."""
+    for narrow in _NARROW:
+        # Most that do not fit show that in the first block, and no copy of the whole is made.
+        blocks = torch.split(weight, _COMPARED_ROWS) if weight.dtype == torch.float32 else ()
+        if blocks and all(torch.equal(block.to(narrow).float(), block) for block in blocks):
+            return narrow
+    return weight.dtype
 
 
 def _panel_dtype(weight: FloatWeight) -> torch.dtype:

@@ -45,7 +45,7 @@ class _Grammar:
         self.num_waiting = 0  # outputs that have not had a mask yet
 
     def is_quick(self) -> bool:
-        """Whether it compiles quickly, as far as is known."""
+        """Return whether it compiles quickly; True while that is not known."""
         first = self.lexers[0] if self.lexers else None
         compiled = first.result() if first is not None and first.done() else None
         return compiled is None or compiled.seconds < QUICK_SECONDS
@@ -70,7 +70,7 @@ class Matcher:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing has needed its lexer yet."""
+        """Return whether its lexer is still to be waited for."""
         return self._matcher is None
 
     @property
@@ -165,7 +165,7 @@ class GrammarMatchers:
     def _fill(self, matchers: Mapping[int, Matcher], words: Words) -> None:
         width = self._load_compiler().mask_words
         masks = words if width == self._num_words else np.empty((len(words), width), np.int32)
-        ready = [(one.matcher, row, one.lexer) for row, one in matchers.items()]
+        ready = [(one.matcher, row, one.lexer) for row, one in matchers.items()]  # waiting may change the lexer
         # Each thread takes a part of the list, so in this order they wait the least for lexers.
         ready.sort(key=lambda item: item[2])
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for matcher, row, _ in ready], masks)

@@ -35,7 +35,7 @@ def admitted(core: Scheduler) -> list[str]:
 
 
 def test_long_grammars_come_one_after_the_other(core: Scheduler) -> None:
-    """Those behind wait too, whatever they need: nobody is passed."""
+    """Sequences behind one that waits are not admitted before it, even without a grammar."""
     submit(core, "a" * 10_000, "b" * 6384, "c" * 6385, "", "d" * 10_000)
     assert [admitted(core) for _ in range(3)] == [["a", "b"], ["c", ""], ["d"]]
 

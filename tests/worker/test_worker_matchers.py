@@ -3,19 +3,18 @@ what waits for a compiler.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
 
 from services.worker import matchers as module
 from services.worker.matchers import GrammarMatchers, Matcher
 from shared.errors import ModelError
 from shared.structured_outputs import StructuredOutputsParams
-from shared.text.grammars import Compiled, GrammarCompiler, grammar_text
+from shared.text.grammars import GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
+from tests.worker.held_compiler import HeldCompiler
 
 TOKENIZER = make_tokenizer()
 VOCAB = TOKENIZER.vocab_size
@@ -23,38 +22,14 @@ EXPENSIVE = r"x(\w{1,300}|[a-z0-9]{0,700}b){1,100}"
 """An expression that exceeds a limit some tokens behind the x."""
 
 
-class Compiler(GrammarCompiler):
-    """Counts what it compiles, and compiles nothing before `may_go_on` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(TOKENIZER)
-        self.count = 0
-        self.begun = threading.Semaphore(0)
-        self.may_go_on = threading.Event()
-
-    def matcher(self, grammar: str) -> LLMatcher:
-        self.count += 1
-        return super().matcher(grammar)
-
-    def start(self, grammar: str, is_needed: Callable[[], bool]) -> Future[Compiled | None]:
-        def is_begun() -> bool:
-            self.begun.release()
-            assert self.may_go_on.wait(60)
-            needed = is_needed()
-            self.count += needed
-            return needed
-
-        return super().start(grammar, is_begun)
-
-
 @pytest.fixture(scope="module")
-def loaded() -> Compiler:
-    return Compiler()
+def loaded() -> HeldCompiler:
+    return HeldCompiler(TOKENIZER)
 
 
 @pytest.fixture
-def compiler(loaded: Compiler) -> Iterator[Compiler]:
-    loaded.count, loaded.begun = 0, threading.Semaphore(0)
+def compiler(loaded: HeldCompiler) -> Iterator[HeldCompiler]:
+    loaded.compiled, loaded.begun = [], threading.Semaphore(0)
     loaded.may_go_on.set()
     yield loaded
     loaded.may_go_on.set()
@@ -84,7 +59,7 @@ def allowed(matchers: GrammarMatchers, each: Sequence[Matcher], vocab_size: int 
 
 @pytest.mark.parametrize(("num_threads", "compiled"), [(1, 1), (3, 3), (64, module.MAX_LEXERS)])
 def test_a_grammar_is_compiled_for_a_few_threads(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, num_threads: int, compiled: int
+    compiler: HeldCompiler, monkeypatch: pytest.MonkeyPatch, num_threads: int, compiled: int
 ) -> None:
     monkeypatch.setattr(module, "QUICK_SECONDS", 60.0)
     matchers = make(compiler, num_threads=num_threads)
@@ -92,11 +67,11 @@ def test_a_grammar_is_compiled_for_a_few_threads(
     for at, matcher in enumerate(each):
         see(matcher, "ad"[at % 2])
     assert allowed(matchers, each) == ["cf"[at % 2] for at in range(9)]
-    assert compiler.count == compiled
+    assert len(compiler.compiled) == compiled
     assert {matcher.lexer for matcher in each} == set(range(compiled))
 
 
-def test_a_grammar_that_takes_long_is_compiled_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_takes_long_is_compiled_once(compiler: HeldCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that one request for many samples does not hold up the streams of others."""
     monkeypatch.setattr(module, "QUICK_SECONDS", 0.0)
     matchers = make(compiler, num_threads=4)
@@ -104,17 +79,17 @@ def test_a_grammar_that_takes_long_is_compiled_once(compiler: Compiler, monkeypa
     assert allowed(matchers, each) == ["a"] * 64
     assert {matcher.lexer for matcher in each} == {0}
     assert allowed(matchers, [matchers.start(regex("a")) for _ in range(64)]) == ["a"] * 64
-    assert compiler.count == 1
+    assert len(compiler.compiled) == 1
 
 
-def test_few_grammars_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_grammars_are_kept(compiler: HeldCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
     matchers = make(compiler, num_threads=1)
     each = [matchers.start(regex(expression)) for expression in ("a", "b", "a", "c", "a")]
     assert allowed(matchers, each) == ["a", "b", "a", "c", "a"]
-    assert compiler.count == 3
+    assert len(compiler.compiled) == 3
     assert allowed(matchers, [matchers.start(regex("b"))]) == ["b"]
-    assert compiler.count == 4
+    assert len(compiler.compiled) == 4
 
 
 def test_grammars_that_nothing_compiles_are_not_kept() -> None:
@@ -128,19 +103,19 @@ def test_grammars_that_nothing_compiles_are_not_kept() -> None:
     assert len(matchers._grammars) == 0
 
 
-def test_an_output_so_far_is_followed(compiler: Compiler) -> None:
+def test_an_output_so_far_is_followed(compiler: HeldCompiler) -> None:
     matchers = make(compiler)
     assert allowed(matchers, [matchers.start(regex("abc"), TOKENIZER.encode("ab"))]) == ["c"]
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB - 64, VOCAB + 70])
-def test_masks_have_the_width_of_the_logits(compiler: Compiler, vocab_size: int) -> None:
+def test_masks_have_the_width_of_the_logits(compiler: HeldCompiler, vocab_size: int) -> None:
     matchers = make(compiler, vocab_size)
     one = allowed(matchers, [matchers.start(regex("(.|\n)*"))], vocab_size)[0]
     assert len(one) > 100
 
 
-def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: Compiler) -> None:
+def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: HeldCompiler) -> None:
     matchers = make(compiler, num_threads=1)
     each = [matchers.start(regex(EXPENSIVE)) for _ in range(3)]
     for matcher in each:
@@ -152,21 +127,21 @@ def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: Compiler) -> N
             break
         see(greedy, "a")
     assert "too" in greedy.error.lower(), greedy.error
-    before = compiler.count
+    before = len(compiler.compiled)
     assert len(set(allowed(matchers, others))) == 1
     assert [matcher.error for matcher in others] == ["", ""]
-    assert compiler.count == before + 2, "each has a lexer of its own"
+    assert len(compiler.compiled) == before + 2, "each has a lexer of its own"
     allowed(matchers, each)
-    assert compiler.count == before + 2
+    assert len(compiler.compiled) == before + 2
     assert greedy.error
     see(others[0], "a")
     fresh = [matchers.start(regex(EXPENSIVE), TOKENIZER.encode("xa")) for _ in range(3)]
     texts = allowed(matchers, [others[0], *fresh])
     assert len(set(texts)) == 1
-    assert compiler.count == before + 3, "new ones share a new lexer"
+    assert len(compiler.compiled) == before + 3, "new ones share a new lexer"
 
 
-def test_a_token_that_is_not_allowed_is_an_error(compiler: Compiler) -> None:
+def test_a_token_that_is_not_allowed_is_an_error(compiler: HeldCompiler) -> None:
     """GDD-07."""
     matchers = make(compiler)
     one, other = (matchers.start(regex("ab")) for _ in range(2))
@@ -177,7 +152,7 @@ def test_a_token_that_is_not_allowed_is_an_error(compiler: Compiler) -> None:
     assert not other.error
 
 
-def test_others_go_on_while_a_grammar_is_compiled(compiler: Compiler) -> None:
+def test_others_go_on_while_a_grammar_is_compiled(compiler: HeldCompiler) -> None:
     matchers = make(compiler)
     ready = matchers.start(regex("ab"))
     assert allowed(matchers, [ready]) == ["a"]
@@ -191,7 +166,7 @@ def test_others_go_on_while_a_grammar_is_compiled(compiler: Compiler) -> None:
     assert allowed(matchers, [new, ready, resumed]) == ["c", "b", "f"]
 
 
-def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: HeldCompiler) -> None:
     compiler.may_go_on.clear()
     matchers = make(compiler)
     first, *dropped, last = [matchers.start(regex(expression)) for expression in ("a", "b", "b", "c")]
@@ -201,16 +176,16 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> 
     assert regex("b") not in matchers._grammars
     compiler.may_go_on.set()
     assert allowed(matchers, [first, last]) == ["a", "c"]
-    assert compiler.count == 2
+    assert len(compiler.compiled) == 2
     assert allowed(matchers, [matchers.start(regex("b"))]) == ["b"]
-    assert compiler.count == 3
+    assert len(compiler.compiled) == 3
 
 
 @pytest.mark.parametrize("quick", [0.0, 60.0])
 def test_an_output_that_ends_takes_no_grammar_from_another(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, quick: float
+    compiler: HeldCompiler, monkeypatch: pytest.MonkeyPatch, quick: float
 ) -> None:
-    """Whether it ends before or while its grammar is compiled, or afterwards."""
+    """It may end before, while or after its grammar is compiled."""
     monkeypatch.setattr(module, "QUICK_SECONDS", quick)
     compiler.may_go_on.clear()
     matchers = make(compiler)
@@ -221,6 +196,6 @@ def test_an_output_that_ends_takes_no_grammar_from_another(
     compiler.may_go_on.set()
     assert allowed(matchers, [other]) == ["b"]
     matchers.drop(other)
-    assert compiler.count == (3 if quick else 2)
+    assert len(compiler.compiled) == (3 if quick else 2)
     assert allowed(matchers, [matchers.start(regex(expression)) for expression in "ab"]) == ["a", "b"]
-    assert compiler.count == (4 if quick else 2), "a quick one gets a second lexer with its second output"
+    assert len(compiler.compiled) == (4 if quick else 2), "a quick one gets a second lexer with its second output"

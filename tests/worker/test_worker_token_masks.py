@@ -1,8 +1,6 @@
 """Tests the masks of running sequences: what they allow, forks, resumed outputs, errors, when tokens are read."""
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,9 @@ from shared.protocol import (
     pack_tokens,
 )
 from shared.structured_outputs import StructuredOutputsParams
-from shared.text.grammars import Compiled, GrammarCompiler, grammar_text
+from shared.text.grammars import GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
+from tests.worker.held_compiler import HeldCompiler
 
 TOKENIZER = make_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
@@ -208,34 +207,15 @@ def test_without_a_compiler_a_sequence_ends_with_the_reason() -> None:
     running.clear()
 
 
-class SlowCompiler(GrammarCompiler):
-    """Notes what it compiles, and compiles nothing before `may_go_on` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(TOKENIZER)
-        self.may_go_on = threading.Event()
-        self.begun = threading.Event()
-        self.compiled: list[str] = []
-
-    def start(self, grammar: str, is_needed: Callable[[], bool]) -> Future[Compiled | None]:
-        def is_begun() -> bool:
-            self.begun.set()
-            assert self.may_go_on.wait(60)
-            self.compiled.append(grammar)
-            return is_needed()
-
-        return super().start(grammar, is_begun)
-
-
 def test_only_a_mask_waits_for_a_new_grammar() -> None:
     """Neither the plan that brings it nor the masks of others wait, nor does a sequence that leaves or comes back."""
-    compiler = SlowCompiler()
+    compiler = HeldCompiler(TOKENIZER)
     running = TokenMasks(lambda: compiler, VOCAB, 1)
     for slot, expression, output in ((0, "ab", ""), (1, "cd", ""), (2, "ef", "e"), (3, "gh", "")):
         enter(running, slot, expression, output)
     enter(running, 4, bad=["x"])
     assert missing(running, 4) == "x"
-    assert compiler.begun.wait(60)
+    assert compiler.begun.acquire(timeout=60)
     running.update(plan(released_slots=[1]))
     enter(running, 3, "ij")
     compiler.may_go_on.set()
@@ -244,11 +224,11 @@ def test_only_a_mask_waits_for_a_new_grammar() -> None:
 
 
 def test_all_are_forgotten_while_their_grammars_are_compiled() -> None:
-    compiler = SlowCompiler()
+    compiler = HeldCompiler(TOKENIZER)
     running = TokenMasks(lambda: compiler, VOCAB, 1)
     for slot, expression in enumerate(("ab", "cd", "cd")):
         enter(running, slot, expression)
-    assert compiler.begun.wait(60)
+    assert compiler.begun.acquire(timeout=60)
     running.clear()
     enter(running, 0, "ef")
     compiler.may_go_on.set()

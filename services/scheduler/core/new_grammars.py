@@ -10,11 +10,11 @@ from collections.abc import Sequence as Sequences
 from services.scheduler.core.sequence import Sequence
 
 MAX_LENGTH = 16_384
-"""Characters of all new grammars of a plan: schemas of that length take 30 ms. A longer one has a plan of its own, and
-what takes more than 50 ms is refused by gateways."""
+"""Characters of all new grammars of a plan: schemas of that length take 30 ms. A longer one is the only new one of
+its plan, and gateways refuse what takes more than 50 ms."""
 
 LEAST_LENGTH = 1024
-"""Characters that each counts as at least, since expressions may be short and still take a few milliseconds."""
+"""The least that a grammar counts, in characters: short expressions may take a few milliseconds too."""
 
 
 class NewGrammars:
