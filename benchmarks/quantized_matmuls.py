@@ -66,6 +66,7 @@ def weights(outputs: int, inputs: int) -> dict[str, Callable[[], Weight]]:
     return {
         "groups of 4 bits": lambda: groups(4, mins=False),
         "groups of 4 bits, with mins": lambda: groups(4, mins=True),
+        "groups of 8 bits": lambda: groups(8, mins=False),
         "groups of 8 bits, with mins": lambda: groups(8, mins=True),
         "tables": lambda: TableWeight([TablePart(codes, tables)]),
         "tables, outliers": lambda: TableWeight([TablePart(codes, tables, outliers(outputs, inputs))]),

@@ -72,7 +72,7 @@ template <class T>
 void attend_segment(const Problem& p, const WorkItem& item, const Segment<T>& segment, const Segment<T>& next,
                     Scratch<T>& scratch) {
     scratch.value_scales.keys = {-1, -1};
-    for_each_block(item.count * (p.heads / p.cache.kv_heads), [&](auto n, int query) {
+    for_each_block<Products<T>::QUERIES>(item.count * (p.heads / p.cache.kv_heads), [&](auto n, int query) {
         constexpr int N = decltype(n)::value;
         if (query == 0)
             attend_block<N, true>(p, item, segment, next, query, scratch);

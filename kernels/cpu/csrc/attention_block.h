@@ -18,7 +18,6 @@ namespace quire {
 
 constexpr int ANGLE_TILE = 64;   // positions of a tile of the table of angles
 constexpr int MAX_QUERIES = 96;  // (position, head) pairs of one work item, which read the same segments
-constexpr int BLOCK = 6;         // queries whose products are computed together
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -80,9 +79,9 @@ struct Scratch {
     QueryScale query_scales[MAX_QUERIES];
     float maximum[MAX_QUERIES], sum[MAX_QUERIES];  // of each query's softmax over the segments so far
     Buffer<float> acc;             // (queries, dim): sums of values
-    Buffer<float> scores;          // (BLOCK, SEGMENT) of some queries and one segment
+    Buffer<float> scores;          // (QUERIES, SEGMENT) of some queries and one segment
     Buffer<Operand> weights;       // likewise
-    Buffer<float> segment_acc;     // (BLOCK, dim)
+    Buffer<float> segment_acc;     // (QUERIES, dim)
     Buffer<float> query;           // (dim)
     ValueScales value_scales;
 
@@ -90,9 +89,9 @@ struct Scratch {
         queries.resize(MAX_QUERIES * dim * Products<T>::OPERANDS);
         angle_factors.resize(MAX_QUERIES * dim);
         acc.resize(MAX_QUERIES * dim);
-        scores.resize(BLOCK * SEGMENT);
-        weights.resize(BLOCK * SEGMENT * Products<T>::OPERANDS);
-        segment_acc.resize(BLOCK * dim);
+        scores.resize(Products<T>::QUERIES * SEGMENT);
+        weights.resize(Products<T>::QUERIES * SEGMENT * Products<T>::OPERANDS);
+        segment_acc.resize(Products<T>::QUERIES * dim);
         query.resize(dim);
         for (auto& buffer : segment_buffers)
             buffer.resize(block_size < KEY_GROUP ? TypedCache<T>::buffer_size(dim) : 0);
@@ -107,12 +106,12 @@ struct Scratch {
     Buffer<T> segment_buffers[2];
 };
 
-// Calls f(size, first) for blocks of BLOCK, and for the rest of `total`. The size is a compile-time constant.
-template <class F>
+// Calls f(size, first) for blocks of SIZE, and for the rest of `total`. The size is a compile-time constant.
+template <int SIZE, class F>
 void for_each_block(int total, F&& f) {
     int first = 0;
-    for (; first + BLOCK <= total; first += BLOCK) f(std::integral_constant<int, BLOCK>{}, first);
-    if (first < total) call_with_size<BLOCK>(total - first, first, f);
+    for (; first + SIZE <= total; first += SIZE) f(std::integral_constant<int, SIZE>{}, first);
+    if (first < total) call_with_size<SIZE>(total - first, first, f);
 }
 
 // Calls f(size, first) for blocks of MAX_SIZE, a power of two, then for blocks of half that size, and so on.

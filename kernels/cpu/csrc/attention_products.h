@@ -38,9 +38,11 @@ struct FloatOperands {
     static void store_weights(F32x16 weights, float* row, int64_t, int64_t first) { weights.store(row + first); }
 };
 
-// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers.
+// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers. QUERIES are computed together: more would
+// need more registers than there are.
 template <class T>
 struct Products : FloatOperands {
+    static constexpr int QUERIES = 6;
     static constexpr int SUMS = 24;  // that fit into the registers beside the other operands
 
     struct Vector {
@@ -67,6 +69,7 @@ template <>
 struct Products<bf16> {
     using Operand = bf16;
     static constexpr int OPERANDS = 1;
+    static constexpr int QUERIES = 6;
     static constexpr int SUMS = 24;
 
     struct Vector {
@@ -110,6 +113,11 @@ struct Products<bf16> {
 
 template <>
 struct Products<bf16> : FloatOperands {
+#if defined(__AVX512F__)
+    static constexpr int QUERIES = 6;
+#else
+    static constexpr int QUERIES = 4;
+#endif
     static constexpr int SUMS = 16;  // a vector takes two registers
 
     struct Vector {
@@ -140,8 +148,10 @@ struct Products<int8_t> {
     using Operand = int8_t;
     static constexpr int OPERANDS = 2;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    static constexpr int QUERIES = 6;
     static constexpr int SUMS = 12;  // each of two registers
 #else
+    static constexpr int QUERIES = 4;
     static constexpr int SUMS = 24;
 #endif
 

@@ -166,6 +166,7 @@ struct I32x16 {
         };
         lo = _mm256_add_epi32(lo, dot(quants.lo));
         hi = _mm256_add_epi32(hi, dot(quants.hi));
+        asm("" : "+x"(lo), "+x"(hi));  // otherwise GCC 12 moves sums between registers and memory
     }
 #endif
     I32x16 total() const { return *this; }
@@ -356,21 +357,20 @@ struct WideSum {
 
 #else
 
-// The row is of int16.
+// The row is of int16, in fours of which the second and the third have changed places.
 inline void store_signed(F32x16 x, int8_t* row, int64_t, int64_t first) {
     __m256i numbers = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * first), _mm256_permute4x64_epi64(numbers, 0b11011000));
+    numbers = _mm256_permute4x64_epi64(numbers, 0b11011000);
+    numbers = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(numbers, 0b11011000), 0b11011000);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * first), numbers);
 }
 inline void store_unsigned(F32x16 x, int8_t* row, int64_t count, int64_t first) { store_signed(x, row, count, first); }
 
 struct WideFactor {
     __m256i even, odd;  // numbers 0 and 2, and 1 and 3
     static WideFactor load(const int8_t* row, int64_t, int64_t first) {
-        int64_t four;
-        std::memcpy(&four, row + 2 * first, 8);
-        __m256i all = _mm256_set1_epi64x(four);
-        return {_mm256_shuffle_epi8(all, _mm256_set1_epi32(0x05040100)),
-                _mm256_shuffle_epi8(all, _mm256_set1_epi32(0x07060302))};
+        const int8_t* four = row + 2 * first;
+        return {U8x64::repeat_quad(four).lo, U8x64::repeat_quad(four + 4).lo};
     }
 };
 
