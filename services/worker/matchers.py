@@ -50,21 +50,21 @@ class _Grammar:
         compiled = first.result() if first is not None and first.done() else None
         return compiled is None or compiled.seconds < QUICK_SECONDS
 
-    def lexer(self, index: int) -> tuple[int, LLMatcher]:
+    def wait_for(self, index: int) -> tuple[int, LLMatcher]:
         """Wait for a lexer. Return the index of the one that serves, and a matcher at the beginning."""
         compiled = self.lexers[index].result()
         if compiled is not None:
             return index, compiled.matcher
-        return self.lexer(0)
+        return self.wait_for(0)
 
 
 class Matcher:
     """Follows one output. `output` are the tokens that it has seen."""
 
-    def __init__(self, grammar: _Grammar, lexer: int, output: Sequence[int]) -> None:
-        """`lexer` is the index of one of the grammar's, which need not be compiled yet."""
+    def __init__(self, grammar: _Grammar, lexer_index: int, output: Sequence[int]) -> None:
+        """The lexer at `lexer_index` of the grammar's need not be compiled yet."""
         self.grammar = grammar
-        self.lexer = lexer  # -1: of its own
+        self.lexer_index = lexer_index  # -1: it has one of its own
         self.output = list(output)
         self._matcher: LLMatcher | None = None  # if it has waited for its lexer
 
@@ -77,7 +77,7 @@ class Matcher:
     def matcher(self) -> LLMatcher:
         """Wait until the grammar is compiled, if that has not been done, and return what follows the output."""
         if self._matcher is None:
-            self.lexer, shared = self.grammar.lexer(self.lexer)
+            self.lexer_index, shared = self.grammar.wait_for(self.lexer_index)
             self.grammar.num_waiting -= 1
             self.go_on(shared.deep_copy())
         assert self._matcher is not None
@@ -143,8 +143,8 @@ class GrammarMatchers:
         if not grammar.num_waiting:
             # From the last one on, so that nothing is compiled that asks about the first.
             grammar.lexers = [lexer for lexer in reversed(grammar.lexers) if not lexer.cancel()][::-1]
-            if not grammar.lexers and self._grammars.get(grammar.text) is grammar:
-                del self._grammars[grammar.text]
+            if not grammar.lexers:
+                self._forget(grammar)
 
     def fill(self, matchers: Mapping[int, Matcher], words: Words) -> None:
         """Set rows of `words` (M, V / 32) to what their matchers allow next. A row means nothing if there is an error.
@@ -154,10 +154,10 @@ class GrammarMatchers:
         if not matchers:
             return
         self._fill(matchers, words)
-        lost = {row: one for row, one in matchers.items() if one.lexer >= 0 and one.error}
+        lost = {row: one for row, one in matchers.items() if one.lexer_index >= 0 and one.error}
         for matcher in lost.values():
-            self._grammars.pop(matcher.grammar.text, None)
-            matcher.lexer = -1
+            self._forget(matcher.grammar)
+            matcher.lexer_index = -1
             matcher.go_on(self._load_compiler().matcher(matcher.grammar.text))
         if lost:
             self._fill(lost, words)
@@ -165,7 +165,7 @@ class GrammarMatchers:
     def _fill(self, matchers: Mapping[int, Matcher], words: Words) -> None:
         width = self._load_compiler().mask_words
         masks = words if width == self._num_words else np.empty((len(words), width), np.int32)
-        ready = [(one.matcher, row, one.lexer) for row, one in matchers.items()]  # waiting may change the lexer
+        ready = [(one.matcher, row, one.lexer_index) for row, one in matchers.items()]  # waiting may change the index
         # Each thread takes a part of the list, so in this order they wait the least for lexers.
         ready.sort(key=lambda item: item[2])
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for matcher, row, _ in ready], masks)
@@ -173,3 +173,8 @@ class GrammarMatchers:
             rows, shared = list(matchers), min(width, self._num_words)
             words[rows] = 0  # logits are padded to more tokens than there are
             words[rows, :shared] = masks[rows, :shared]
+
+    def _forget(self, grammar: _Grammar) -> None:
+        """Compile a grammar anew for the next output, unless that has been done for another output already."""
+        if self._grammars.get(grammar.text) is grammar:
+            del self._grammars[grammar.text]

@@ -68,7 +68,7 @@ def test_a_grammar_is_compiled_for_a_few_threads(
         see(matcher, "ad"[at % 2])
     assert allowed(matchers, each) == ["cf"[at % 2] for at in range(9)]
     assert len(compiler.compiled) == compiled
-    assert {matcher.lexer for matcher in each} == set(range(compiled))
+    assert {matcher.lexer_index for matcher in each} == set(range(compiled))
 
 
 def test_a_grammar_that_takes_long_is_compiled_once(compiler: HeldCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_grammar_that_takes_long_is_compiled_once(compiler: HeldCompiler, monk
     matchers = make(compiler, num_threads=4)
     each = [matchers.start(regex("a")) for _ in range(64)]
     assert allowed(matchers, each) == ["a"] * 64
-    assert {matcher.lexer for matcher in each} == {0}
+    assert {matcher.lexer_index for matcher in each} == {0}
     assert allowed(matchers, [matchers.start(regex("a")) for _ in range(64)]) == ["a"] * 64
     assert len(compiler.compiled) == 1
 
@@ -117,10 +117,10 @@ def test_masks_have_the_width_of_the_logits(compiler: HeldCompiler, vocab_size: 
 
 def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: HeldCompiler) -> None:
     matchers = make(compiler, num_threads=1)
-    each = [matchers.start(regex(EXPENSIVE)) for _ in range(3)]
+    each = [matchers.start(regex(EXPENSIVE)) for _ in range(4)]
     for matcher in each:
         see(matcher, "x")
-    greedy, *others = each
+    greedy, *others, late = each
     for _ in range(300):
         allowed(matchers, [greedy])
         if greedy.error:
@@ -131,7 +131,7 @@ def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: HeldCompiler) 
     assert len(set(allowed(matchers, others))) == 1
     assert [matcher.error for matcher in others] == ["", ""]
     assert len(compiler.compiled) == before + 2, "each has a lexer of its own"
-    allowed(matchers, each)
+    allowed(matchers, [greedy, *others])
     assert len(compiler.compiled) == before + 2
     assert greedy.error
     see(others[0], "a")
@@ -139,6 +139,9 @@ def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: HeldCompiler) 
     texts = allowed(matchers, [others[0], *fresh])
     assert len(set(texts)) == 1
     assert len(compiler.compiled) == before + 3, "new ones share a new lexer"
+    allowed(matchers, [late])
+    allowed(matchers, [matchers.start(regex(EXPENSIVE))])
+    assert len(compiler.compiled) == before + 4, "whoever finds the lost lexer later takes no newer one away"
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler: HeldCompiler) -> None:
