@@ -62,7 +62,7 @@ class Matcher:
     """Follows one output. `output` are the tokens that it has seen."""
 
     def __init__(self, grammar: _Grammar, lexer_index: int, output: Sequence[int]) -> None:
-        """The lexer at `lexer_index` of the grammar's need not be compiled yet."""
+        """The grammar's lexer at `lexer_index` need not be compiled yet."""
         self.grammar = grammar
         self.lexer_index = lexer_index  # -1: it has one of its own
         self.output = list(output)
@@ -175,6 +175,6 @@ class GrammarMatchers:
             words[rows, :shared] = masks[rows, :shared]
 
     def _forget(self, grammar: _Grammar) -> None:
-        """Compile a grammar anew for the next output, unless that has been done for another output already."""
+        """Keep a grammar no longer, so that the next output compiles it anew. A newer one of the same text stays."""
         if self._grammars.get(grammar.text) is grammar:
             del self._grammars[grammar.text]

@@ -141,7 +141,7 @@ def test_a_lost_lexer_ends_only_the_output_that_lost_it(compiler: HeldCompiler) 
     assert len(compiler.compiled) == before + 3, "new ones share a new lexer"
     allowed(matchers, [late])
     allowed(matchers, [matchers.start(regex(EXPENSIVE))])
-    assert len(compiler.compiled) == before + 4, "whoever finds the lost lexer later takes no newer one away"
+    assert len(compiler.compiled) == before + 4, "an output that notices late leaves the newer grammar in place"
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler: HeldCompiler) -> None:

@@ -29,6 +29,7 @@
 #include "attention_block.h"
 #include "attention_products.h"
 #include "attention_segments.h"
+#include "tiles.h"
 
 namespace quire {
 namespace {
@@ -72,8 +73,9 @@ template <class T>
 void attend_segment(const Problem& p, const WorkItem& item, const Segment<T>& segment, const Segment<T>& next,
                     Scratch<T>& scratch) {
     scratch.value_scales.keys = {-1, -1};
-    for_each_block<Products<T>::QUERIES>(item.count * (p.heads / p.cache.kv_heads), [&](auto n, int query) {
+    for_even_tiles<Products<T>::QUERY_TILE>(item.count * (p.heads / p.cache.kv_heads), [&](auto n, int64_t first) {
         constexpr int N = decltype(n)::value;
+        int query = int(first);
         if (query == 0)
             attend_block<N, true>(p, item, segment, next, query, scratch);
         else

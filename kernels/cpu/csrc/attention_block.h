@@ -12,7 +12,6 @@
 #include "attention_segments.h"
 #include "quant_scale.h"
 #include "simd.h"
-#include "tiles.h"
 
 namespace quire {
 
@@ -79,9 +78,9 @@ struct Scratch {
     QueryScale query_scales[MAX_QUERIES];
     float maximum[MAX_QUERIES], sum[MAX_QUERIES];  // of each query's softmax over the segments so far
     Buffer<float> acc;             // (queries, dim): sums of values
-    Buffer<float> scores;          // (QUERIES, SEGMENT) of some queries and one segment
+    Buffer<float> scores;          // (QUERY_TILE, SEGMENT) of some queries and one segment
     Buffer<Operand> weights;       // likewise
-    Buffer<float> segment_acc;     // (QUERIES, dim)
+    Buffer<float> segment_acc;     // (QUERY_TILE, dim)
     Buffer<float> query;           // (dim)
     ValueScales value_scales;
 
@@ -89,9 +88,9 @@ struct Scratch {
         queries.resize(MAX_QUERIES * dim * Products<T>::OPERANDS);
         angle_factors.resize(MAX_QUERIES * dim);
         acc.resize(MAX_QUERIES * dim);
-        scores.resize(Products<T>::QUERIES * SEGMENT);
-        weights.resize(Products<T>::QUERIES * SEGMENT * Products<T>::OPERANDS);
-        segment_acc.resize(Products<T>::QUERIES * dim);
+        scores.resize(Products<T>::QUERY_TILE * SEGMENT);
+        weights.resize(Products<T>::QUERY_TILE * SEGMENT * Products<T>::OPERANDS);
+        segment_acc.resize(Products<T>::QUERY_TILE * dim);
         query.resize(dim);
         for (auto& buffer : segment_buffers)
             buffer.resize(block_size < KEY_GROUP ? TypedCache<T>::buffer_size(dim) : 0);
@@ -105,14 +104,6 @@ struct Scratch {
   private:
     Buffer<T> segment_buffers[2];
 };
-
-// Calls f(size, first) for blocks of SIZE, and for the rest of `total`. The size is a compile-time constant.
-template <int SIZE, class F>
-void for_each_block(int total, F&& f) {
-    int first = 0;
-    for (; first + SIZE <= total; first += SIZE) f(std::integral_constant<int, SIZE>{}, first);
-    if (first < total) call_with_size<SIZE>(total - first, first, f);
-}
 
 // Calls f(size, first) for blocks of MAX_SIZE, a power of two, then for blocks of half that size, and so on.
 template <int MAX_SIZE, class F>

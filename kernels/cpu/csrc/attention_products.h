@@ -38,11 +38,11 @@ struct FloatOperands {
     static void store_weights(F32x16 weights, float* row, int64_t, int64_t first) { weights.store(row + first); }
 };
 
-// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers. QUERIES are computed together: more would
-// need more registers than there are.
+// Numbers of factors are OPERANDS Operands each, in rows of `count` numbers. QUERY_TILE queries are computed
+// together, so that their sums stay in registers.
 template <class T>
 struct Products : FloatOperands {
-    static constexpr int QUERIES = 6;
+    static constexpr int QUERY_TILE = 6;
     static constexpr int SUMS = 24;  // that fit into the registers beside the other operands
 
     struct Vector {
@@ -69,7 +69,7 @@ template <>
 struct Products<bf16> {
     using Operand = bf16;
     static constexpr int OPERANDS = 1;
-    static constexpr int QUERIES = 6;
+    static constexpr int QUERY_TILE = 6;
     static constexpr int SUMS = 24;
 
     struct Vector {
@@ -114,9 +114,9 @@ struct Products<bf16> {
 template <>
 struct Products<bf16> : FloatOperands {
 #if defined(__AVX512F__)
-    static constexpr int QUERIES = 6;
+    static constexpr int QUERY_TILE = 6;
 #else
-    static constexpr int QUERIES = 4;
+    static constexpr int QUERY_TILE = 4;
 #endif
     static constexpr int SUMS = 16;  // a vector takes two registers
 
@@ -148,11 +148,10 @@ struct Products<int8_t> {
     using Operand = int8_t;
     static constexpr int OPERANDS = 2;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    static constexpr int QUERIES = 6;
-    static constexpr int SUMS = 12;  // each of two registers
+    static constexpr int QUERY_TILE = 6;  // with AVX-VNNI, whose registers are fewer, this has not been measured
+    static constexpr int SUMS = 12;       // each of two registers
 #else
-    static constexpr int QUERIES = 4;
-    static constexpr int SUMS = 24;
+    static constexpr int QUERY_TILE = 4;
 #endif
 
     struct Vector {

@@ -357,7 +357,8 @@ struct WideSum {
 
 #else
 
-// The row is of int16, in fours of which the second and the third have changed places.
+// The row is of int16. In each four, the second and the third are swapped, so that `WideFactor` can broadcast numbers 0
+// and 2, and 1 and 3, without shuffles.
 inline void store_signed(F32x16 x, int8_t* row, int64_t, int64_t first) {
     __m256i numbers = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
     numbers = _mm256_permute4x64_epi64(numbers, 0b11011000);
@@ -369,7 +370,7 @@ inline void store_unsigned(F32x16 x, int8_t* row, int64_t count, int64_t first) 
 struct WideFactor {
     __m256i even, odd;  // numbers 0 and 2, and 1 and 3
     static WideFactor load(const int8_t* row, int64_t, int64_t first) {
-        const int8_t* four = row + 2 * first;
+        const int8_t* four = row + 2 * first;  // of two bytes each
         return {U8x64::repeat_quad(four).lo, U8x64::repeat_quad(four + 4).lo};
     }
 };
