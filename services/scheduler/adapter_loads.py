@@ -23,6 +23,7 @@ class AdapterLoads:
         self._to_add = list(modules)
         self._gateways = gateways
         self._waiting: dict[int, list[AdapterRequest | LoraModule]] = {}  # by the adapters' numbers
+        self._done: list[tuple[AdapterRequest, str]] = []  # what `answer` answers, with why it failed
 
     @property
     def starting(self) -> bool:
@@ -42,7 +43,7 @@ class AdapterLoads:
         """Do what a gateway asks for, or begin it."""
         message = request.message
         if not isinstance(message, AddAdapter):
-            self._gateways.answer_adapter(request, engine.remove_adapter(message.name))
+            self._done.append((request, engine.remove_adapter(message.name)))
             return
         for askers in self._waiting.values():
             if _target(askers[0]) == (message.name, message.path):
@@ -50,7 +51,7 @@ class AdapterLoads:
                 return
         added = engine.add_adapter(message.name, message.path, replaces=message.replaces)
         if isinstance(added, str):
-            self._gateways.answer_adapter(request, added)
+            self._done.append((request, added))
         else:
             self._waiting[added] = [request]
 
@@ -63,10 +64,19 @@ class AdapterLoads:
         error = answer.detail if isinstance(answer, AdapterRefused) else ""
         for asker in self._waiting.pop(answer.adapter, ()):
             if isinstance(asker, AdapterRequest):
-                self._gateways.answer_adapter(asker, error)
+                self._done.append((asker, error))
             elif error:
                 raise ConfigError(f"{asker}: {error}")
         return rows
+
+    def answer(self) -> None:
+        """Answer the gateways for which something was done since the last call.
+
+        They must know the engine's adapters by then: whoever reads the answer may name the adapter at once.
+        """
+        for request, error in self._done:
+            self._gateways.answer_adapter(request, error)
+        self._done.clear()
 
 
 def _target(asker: AdapterRequest | LoraModule) -> tuple[str, str]:

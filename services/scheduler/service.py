@@ -141,7 +141,7 @@ class Service:
         self._release_worker(now)
         self._configure_worker(now)
         if requests and self.engine is not None:
-            self._welcome_changed_adapters(self.engine)
+            self._tell_adapters(self.engine)
             self._send_plans(self.engine, now)
         was_idle, self._was_idle = self._was_idle, not self._unfinished
         if self._was_idle:
@@ -194,8 +194,7 @@ class Service:
         self._gateways.deliver(self._adapter_loads.finish(engine, answer), engine.unfinished)
         if was_starting:
             self._welcome(engine, now)
-        else:
-            self._welcome_changed_adapters(engine)
+        self._tell_adapters(engine)
 
     def _welcome(self, engine: Engine, now: float) -> None:
         """Tell gateways that the engine is ready, unless adapters of the start are not loaded yet."""
@@ -207,11 +206,12 @@ class Service:
         self._gateways.welcome(engine.welcome)
         self._tick(now)
 
-    def _welcome_changed_adapters(self, engine: Engine) -> None:
-        """Tell gateways which adapters requests can name, if that has changed."""
+    def _tell_adapters(self, engine: Engine) -> None:
+        """Tell gateways which adapters requests can name, if that has changed; then answer those who asked for it."""
         if not self._adapter_loads.starting and engine.adapters != self._told_adapters:
             self._told_adapters = engine.adapters
             self._gateways.welcome(engine.welcome)
+        self._adapter_loads.answer()
 
     def _send_plans(self, engine: Engine, now: float) -> None:
         if self._may_release(engine, now):

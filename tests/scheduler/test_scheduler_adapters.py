@@ -121,6 +121,16 @@ def test_an_adapter_that_is_removed_is_unloaded_and_cannot_be_named() -> None:
     ]
 
 
+def test_gateways_know_of_a_change_before_it_is_answered() -> None:
+    """A client that has the answer may name the adapter at once."""
+    harness = AdapterHarness()
+    harness.load(1, "a", number=1)
+    harness.load(2, "a", number=2, replaces=True)
+    harness.from_gateway(RemoveAdapter(3, "a"))
+    told = [type(message) for message in harness.to_gateway if isinstance(message, Welcome | AdapterAnswer)]
+    assert told == [Welcome] + 3 * [Welcome, AdapterAnswer]
+
+
 def test_the_worker_hears_of_an_adapter_before_the_plan_that_uses_it() -> None:
     harness = AdapterHarness()
     harness.load(1, "a", number=1)

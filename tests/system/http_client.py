@@ -184,7 +184,8 @@ async def streaming(at: Listening, prompt: Any, max_tokens: int = 1000, **fields
     """Open a stream; yield it once the server has accepted it."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True} | fields
     async with wire(at, "/v1/completions", body) as exchange:
-        assert await exchange.status() == 200
+        status = await exchange.status()
+        assert status == 200, f"{status}: {await exchange.rest()}"
         yield exchange
 
 

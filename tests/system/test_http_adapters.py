@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tests.gateway.fakes import events, texts
 from tests.scripted_worker import CHAIN
-from tests.system.http_client import Listening, ask, chained, client, complete, figures, streaming, talk
+from tests.system.http_client import Exchange, Listening, ask, chained, client, complete, figures, streaming, talk
 from tests.system.processes import Server, engine, gateways
 from tests.system.processes import server as serving
 from tests.waiting import until
@@ -65,16 +65,12 @@ async def text(at: Listening, prompt: list[int], model: str, tokens: int = 8) ->
 async def streams_of_all(stack: AsyncExitStack, at: Listening, names: list[str], count: int) -> list[asyncio.Task[str]]:
     """Begin streams that take turns with the adapters; return the tasks that read each to its end."""
 
-    async def read(index: int) -> str:
-        stream = await stack.enter_async_context(streaming(at, prompts(index), TOKENS, model=names[index % len(names)]))
-        first.release()
+    async def read(stream: Exchange) -> str:
         return texts(events(await stream.rest()))[0]
 
-    first = asyncio.Semaphore(0)
-    tasks = [asyncio.create_task(read(index)) for index in range(count)]
-    for _ in range(count):
-        await first.acquire()
-    return tasks
+    opening = (streaming(at, prompts(index), TOKENS, model=names[index % len(names)]) for index in range(count))
+    streams = await asyncio.gather(*map(stack.enter_async_context, opening))
+    return [asyncio.create_task(read(stream)) for stream in streams]
 
 
 def prompts(index: int) -> list[int]:
