@@ -15,6 +15,7 @@ What cannot run as it is written there, with vLLM or with Quire:
 """
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import openai
@@ -148,6 +149,11 @@ def test_tensor_parallelism(llama_2_7b: Path) -> None:
 
 
 def test_quantization(packed: tuple[str, Path]) -> None:
+    """Log-probabilities are those of the dequantised weights, but for the 8 bits of activations.
+
+    How those are grouped depends on the processor, so a single one may be 0.3 off, and the mean is compared. The
+    weights before they were quantised are 1.3 off in the mean.
+    """
     method, folder = packed
 
     def scores(**settings: Any) -> list[float]:
@@ -156,7 +162,8 @@ def test_quantization(packed: tuple[str, Path]) -> None:
         return [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:]]
 
     dequantised = scores(dtype="float32", quantization="none", kv_cache_memory=0.05)
-    assert scores(quantization=method) == pytest.approx(dequantised, abs=0.3)
+    differences = [abs(a - b) for a, b in zip(scores(quantization=method), dequantised, strict=True)]
+    assert fmean(differences) < 0.2
 
 
 def test_squeezellm_needs_such_a_checkpoint(llama_2_7b: Path) -> None:
