@@ -311,7 +311,8 @@ class Ops(Protocol):
 
         It takes embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, positions (T,) int64,
         cosines and sines (P, R) of each rope, the packed angles of each rope (none if no layer has a `kv_bias` of
-        keys), and the tokens that use adapters (`LoraSegments`, or None). It returns hidden states (T, H).
+        keys), the tokens that use adapters (`LoraSegments`, or None), and those whose hidden states it returns: (N,)
+        int64, ascending, the last ones of rows, or None for all.
         """
 
     # sampling

@@ -46,12 +46,14 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
         tables: Tables,
         angles: Sequence[Tensor] = (),
         segments: LoraSegments | None = None,
+        outputs: Tensor | None = None,
     ) -> Tensor:
         keys, values = zip(*caches, strict=True)
         cosines = [cos.index_select(0, positions) for cos, _ in tables]
         sines = [sin.index_select(0, positions) for _, sin in tables]
         adapters = segments[:2] if segments else (_NO_SEGMENTS, _NO_SEGMENTS)
-        hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, cosines, sines, list(angles), *adapters)
+        rotations = cosines, sines, list(angles)
+        hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, *rotations, *adapters, outputs)
         return hidden
 
     return forward

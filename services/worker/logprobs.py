@@ -88,13 +88,18 @@ def _logprobs_of(logits: Tensor, ids: Tensor, likeliest: Tensor, its_logprobs: T
     return logprobs.nan_to_num(nan=LOGPROB_FLOOR, neginf=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
 
 
+def ask_for_prompt_logprobs(batch: Batch, states: SequenceStates) -> bool:
+    """Return whether a row's request asks for the log-probabilities of its prompt's tokens."""
+    return bool((states.num_prompt_logprobs[batch.slots] >= 0).any())
+
+
 def prompt_logprobs(
     hidden: Tensor, batch: Batch, states: SequenceStates, model: CausalLM, ops: Ops
 ) -> Iterator[LogprobRows]:
     """Yield the log-probabilities of prompt tokens for the rows of `batch` whose requests ask for them, in order.
 
     A row gives the log-probabilities of positions start + 1 to min(start + count, prompt_len - 1), since the hidden
-    state at a position predicts the next token. `hidden` (T, H) is the result of the forward pass.
+    state at a position predicts the next token. `hidden` (T, H) are the hidden states of all tokens.
     """
     for row in np.flatnonzero(states.num_prompt_logprobs[batch.slots] >= 0).tolist():
         slot, start = int(batch.slots[row]), int(batch.starts[row])

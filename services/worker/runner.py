@@ -36,7 +36,13 @@ from services.worker.host_blocks import HostBlocks, measure_bandwidth
 from services.worker.interface import OutOfMemory, PendingStep, WorkerInfo
 from services.worker.kv_memory import host_kv_memory, kv_memory
 from services.worker.launched_step import DeferredStep, LaunchedStep, StepOutputs, StepTimer
-from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
+from services.worker.logprobs import (
+    StagedLogprobs,
+    ask_for_prompt_logprobs,
+    prompt_logprobs,
+    sampled_logprobs,
+    stage_logprobs,
+)
 from services.worker.models.load import LoadedModel
 from services.worker.sampler import Sampler, StagedSampling, build_sampling_batch
 from services.worker.sequence_states import SequenceStates, StateChanges
@@ -87,7 +93,6 @@ class _EpochState:
 class _Sampling(NamedTuple):
     """What sampling needs on the device, staged."""
 
-    last_tokens: Section  # of the rows that sample, by their index in the batch
     tokens: StagedSampling
     logprobs: list[StagedLogprobs]
 
@@ -101,6 +106,7 @@ class _StagedStep(NamedTuple):
     rows: BatchRows | None  # of the batch; padded to `graph_size`
     graph_size: int  # rows of the graph that the batch runs in; 0: none
     adapters: StagedSegments | None  # the tokens of the batch that use them
+    last_tokens: Section | None  # of the rows that sample, by their index in the batch; None: another stage samples
     sampling: _Sampling | None
 
 
@@ -309,19 +315,19 @@ class ModelRunner:
         """Collect what `plan` says in one buffer."""
         buffer = StepBuffer(self.device)
         changes = state.sequences.stage(plan, buffer)
-        batch, rows, graph_size, adapters, sampling = None, None, 0, None, None
+        batch, rows, graph_size, adapters, last_tokens, sampling = None, None, 0, None, None, None
         if plan.rows:
             batch = build_batch(sort_by_adapter(plan.rows, state.sequences) if self._adapters else plan.rows)
             adapters = stage_segments(batch, state.sequences, buffer) if self._adapters else None
             graph_size = self._graphs.size_for(batch) if self._graphs and not adapters else 0
             rows = batch.stage(state.sequences, changes, padded_to=graph_size)
-            if self._parallel.is_last_stage and batch.samples.any():
+            if self._parallel.is_last_stage:
                 last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
-                tokens = state.sampler.stage(build_sampling_batch(batch, plan.forks), buffer)
-                logprobs = stage_logprobs(tokens.batch, state.sequences, buffer)
-                sampling = _Sampling(last_tokens, tokens, logprobs)
+                if batch.samples.any():
+                    tokens = state.sampler.stage(build_sampling_batch(batch, plan.forks), buffer)
+                    sampling = _Sampling(tokens, stage_logprobs(tokens.batch, state.sequences, buffer))
         copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
-        return _StagedStep(changes, copies, batch, rows, graph_size, adapters, sampling)
+        return _StagedStep(changes, copies, batch, rows, graph_size, adapters, last_tokens, sampling)
 
     def _compute(self, step: _StagedStep, plan: StepPlan, state: _EpochState) -> StepOutputs:
         """Launch all of a step, in the order that `StepPlan` demands."""
@@ -336,28 +342,36 @@ class ModelRunner:
                 raise RuntimeError("a plan names an adapter, and this worker takes none")
             self._adapters.put(slot, adapter)
         if step.batch and step.rows:
+            every_token = step.graph_size > 0 or ask_for_prompt_logprobs(step.batch, state.sequences)
             if self._graphs and step.graph_size:
                 hidden = self._graphs.run(step.graph_size)
             else:
-                hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters)
-            if self._parallel.is_last_stage:
+                last_tokens = None if every_token or step.last_tokens is None else step.last_tokens.tensor
+                hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters, last_tokens)
+            if every_token and step.last_tokens:
                 outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
+                hidden = hidden.index_select(0, step.last_tokens.tensor)
             if step.sampling:
                 self._sample(hidden, step.sampling, state, outputs)
         return outputs
 
     def _forward(
-        self, rows: BatchRows, num_tokens: int, state: _EpochState, adapters: StagedSegments | None = None
+        self,
+        rows: BatchRows,
+        num_tokens: int,
+        state: _EpochState,
+        adapters: StagedSegments | None = None,
+        outputs: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states (T, H) of the tokens of `rows`."""
+        """Return the hidden states (N, H) of the tokens `outputs` (N,) of `rows`, or without it those (T, H) of all."""
         inputs = prepare_inputs(rows, num_tokens, state.sequences, state.layout.num_kv_heads, self._ops)
         if adapters:
             inputs = inputs._replace(lora=adapters.segments)
-        return self._model.forward(inputs, state.caches)
+        return self._model.forward(inputs._replace(outputs=outputs), state.caches)
 
     def _sample(self, hidden: Tensor, sampling: _Sampling, state: _EpochState, outputs: StepOutputs) -> None:
-        """Sample from hidden states (T, H), and store the tokens in their slots."""
-        logits = self._model.logits(hidden.index_select(0, sampling.last_tokens.tensor))
+        """Sample from hidden states (N, H) of the rows that do, and store the tokens in their slots."""
+        logits = self._model.logits(hidden)
         staged = sampling.tokens
         masks = None
         if len(staged.masked):

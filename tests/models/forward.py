@@ -1,9 +1,10 @@
 """`Forward`: runs Quire's decoder of a model folder by itself. It needs no transformers, whose import takes seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +67,9 @@ class Forward:
         plan = StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence])
         self.state.stage(plan, StepBuffer(self.state.device)).apply(self.ops)
 
-    def step(self, *rows: tuple[int, int, int]) -> list[Tensor]:
+    def step(self, *rows: tuple[int, int, int], last: Mapping[int, int] | None = None) -> list[Tensor]:
         """Return logits (count, V) of each row (slot, start, count), or hidden states if another stage has the output
-        layer.
+        layer. `last` is how many of the last tokens of each slot's row are read, instead of all.
         """
         with torch.inference_mode():
             plan = StepPlan(epoch=EPOCH, step=0, rows=[Row(*row, samples=0) for row in rows])
@@ -80,8 +81,13 @@ class Forward:
             changes.apply(self.ops)
             inputs = prepare_inputs(batch_rows, batch.num_tokens, self.state, self.layout.num_kv_heads, self.ops)
             inputs = inputs._replace(lora=adapters.segments if adapters else None)
+            counts = batch.counts
+            if last is not None:
+                counts = np.array([last[slot] for slot in batch.slots.tolist()])
+                read = [np.arange(end - count, end) for end, count in zip(batch.offsets[1:], counts, strict=True)]
+                inputs = inputs._replace(outputs=torch.from_numpy(np.concatenate(read)).to(self.state.device))
             outputs = self.decoder.forward(inputs, self.layout.views(self.storage))
             if self.group.parallel.is_last_stage:
                 outputs = self.decoder.logits(outputs)
-        by_slot = dict(zip(batch.slots.tolist(), outputs.split(batch.counts.tolist()), strict=True))
+        by_slot = dict(zip(batch.slots.tolist(), outputs.split(counts.tolist()), strict=True))
         return [by_slot[slot] for slot, _, _ in rows]

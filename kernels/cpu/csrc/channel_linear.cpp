@@ -60,7 +60,7 @@ constexpr int DIRECT_TERMS = std::numeric_limits<int>::max();  // products of 4 
 #endif
 
 // Bytes of a panel before its scales.
-int64_t panel_quant_bytes(int bits, int64_t inputs) {
+constexpr int64_t panel_quant_bytes(int bits, int64_t inputs) {
     return bits == 8 ? inputs * PANEL : inputs / RECORD_INPUTS * RECORD_BYTES;
 }
 
@@ -74,15 +74,23 @@ int64_t panel_bytes(int bits, int64_t inputs) { return panel_quant_bytes(bits, i
     fma(right.to_float(), scale, F32x16::load(row_sums + 16)).store(row_sums + 16);
 }
 
-// sums[row] (32 outputs) += N terms times the `size` inputs of a group. With PREFETCH, u is that of the packed weight,
-// and what follows is fetched.
-template <int N, bool PREFETCH>
-void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, float* sums) {
+// What a tile fetches of the packed weight while it multiplies: `step` bytes for each four inputs.
+struct TilePrefetch {
+    const uint8_t* first;
+    int step;
+};
+
+// sums[row] (32 outputs) += N terms times the `size` inputs of a group. STEP is that of `ahead`, or 0 if it is at most
+// one line.
+template <int N, int STEP>
+void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, TilePrefetch ahead, float* sums) {
     I32x16 left[N], right[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(-ZERO_POINT * term[n].total);
     for (int k = 0; k < size; k += 4) {
-        if (PREFETCH) prefetch_ahead(u + k * PANEL, 4 * PANEL);
+        const uint8_t* fetched = ahead.first + k / 4 * (STEP ? STEP : ahead.step);
+        _mm_prefetch(fetched, _MM_HINT_T0);
+        if (STEP > 64) _mm_prefetch(fetched + 64, _MM_HINT_T0);
         U8x64 left_u = U8x64::load(u + k * PANEL), right_u = U8x64::load(u + k * PANEL + 64);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
@@ -137,7 +145,6 @@ void multiply_records(const uint8_t* record, const Terms& terms, int64_t first, 
 
 // Unpacks a record of 4 bits to the u of 32 inputs.
 void unpack_record(const uint8_t* record, uint8_t* u) {
-    prefetch_ahead(record, RECORD_BYTES);
     const uint8_t *group_scales = record + RECORD_QUANTS, *mins = group_scales + PANEL;
     for (int half = 0; half < 2; half++) {
         U8x64 group_scale = U8x64::repeat_four(group_scales + half * 16), min = U8x64::repeat_four(mins + half * 16);
@@ -149,22 +156,28 @@ void unpack_record(const uint8_t* record, uint8_t* u) {
     }
 }
 
-// Adds all terms times a group, whose u are those of the packed weight if it has 8 bits.
+// Adds all terms times a group, which is at `packed` in the weight, and whose unpacked bytes are u.
 template <int BITS>
-void multiply_group(const uint8_t* u, const Terms& terms, Int8Tiles& tiles, float* sums) {
+void multiply_group(const uint8_t* u, const uint8_t* packed, const Terms& terms, Int8Tiles& tiles, float* sums) {
     if (tiles.fit(terms)) {  // the integers, and so the sums, are those of `multiply_tile`
-        if (BITS == 8) prefetch_ahead(u, terms.size * PANEL);
+        prefetch_ahead(packed, int(panel_quant_bytes(BITS, terms.size)));
         return tiles.for_each_dots(u, terms, [&](const Term& term, const int32_t* dots) {
             I32x16 zero = I32x16::set(-ZERO_POINT * term.total);
             add_term(I32x16::load(dots) + zero, I32x16::load(dots + 16) + zero, term, sums);
         });
     }
+    constexpr int STEP = int(panel_quant_bytes(BITS, PART)) * 4 / PART;
+    TilePrefetch ahead{packed + PREFETCH_DISTANCE, STEP};
+    if (terms.count <= TERM_TILE)
+        return for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t) {
+            multiply_tile<n, STEP>(u, terms.size, terms.q, terms.term, ahead, sums);
+        });
+    // A core waits for few lines at a time, and would stop for many at once. So each tile fetches its share.
+    int count = (terms.count + TERM_TILE - 1) / TERM_TILE;
+    ahead.step = (STEP + count - 1) / count;
     for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
-        const int8_t* q = terms.q + first * terms.size;
-        if (BITS == 8 && first == 0)
-            multiply_tile<n, true>(u, terms.size, q, terms.term, sums);
-        else
-            multiply_tile<n, false>(u, terms.size, q, terms.term + first, sums);
+        multiply_tile<n, 0>(u, terms.size, terms.q + first * terms.size, terms.term + first, ahead, sums);
+        ahead.first += terms.size / 4 * ahead.step;
     });
 }
 
@@ -175,7 +188,7 @@ void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float
     for (int64_t g = 0; g < rows.groups(); g++) {
         Terms terms = rows.terms(g);
         if (BITS == 8) {
-            multiply_group<8>(u, terms, tiles, sums);
+            multiply_group<8>(u, u, terms, tiles, sums);
         } else if (terms.count <= DIRECT_TERMS) {
             for_even_tiles<RECORD_TILE>(terms.count, [&](auto n, int64_t first) {
                 multiply_records<n>(u, terms, first, sums);
@@ -184,7 +197,7 @@ void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float
             alignas(64) uint8_t unpacked[MAX_ACTIVATION_GROUP * PANEL];
             for (int k = 0; k < terms.size; k += RECORD_INPUTS)
                 unpack_record(u + panel_quant_bytes(4, k), unpacked + k * PANEL);
-            multiply_group<4>(unpacked, terms, tiles, sums);
+            multiply_group<4>(unpacked, u, terms, tiles, sums);
         }
         u += panel_quant_bytes(BITS, terms.size);
     }

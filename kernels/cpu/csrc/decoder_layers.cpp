@@ -5,6 +5,9 @@
 // written. Blocks are processed in order. A token's context precedes it, so its keys and values are in the KV cache
 // when its attention is computed.
 //
+// Of the last layer, only the tokens whose hidden states are read need more than their keys and values. Those are the last
+// ones of rows, mostly one of a whole prompt.
+//
 // The results are equal to those of the single operations, bit for bit: the same functions compute them.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -168,6 +171,24 @@ std::vector<TokenBlock> split_into_blocks(int64_t tokens, const int64_t* offsets
     return blocks;
 }
 
+// The last tokens of rows, whose hidden states are read, as rows of their own. They see the same contexts.
+struct OutputRows {
+    Tensor offsets, starts, lora_offsets;  // like those of all tokens
+
+    // `outputs` (N) are indices of tokens, ascending. `offsets` and `starts` are those of the rows of all tokens.
+    OutputRows(const Tensor& outputs, const Tensor& all_offsets, const Tensor& all_starts, const Tensor& all_lora_offsets)
+        : offsets(at::searchsorted(outputs, all_offsets)),
+          starts(all_starts + (all_offsets.diff() - offsets.diff())),
+          lora_offsets(at::searchsorted(outputs, all_lora_offsets)) {
+        const int64_t *token = outputs.const_data_ptr<int64_t>(), *from = offsets.const_data_ptr<int64_t>();
+        const int64_t* end = all_offsets.const_data_ptr<int64_t>() + 1;
+        for (int64_t row = 0; row < starts.numel(); row++)
+            for (int64_t i = from[row]; i < from[row + 1]; i++)
+                TORCH_CHECK(token[i] == end[row] - (from[row + 1] - i), "the outputs must be the last tokens of rows");
+        TORCH_CHECK(offsets.const_data_ptr<int64_t>()[starts.numel()] == outputs.numel(), "an output is no token");
+    }
+};
+
 // Cosines and sines (tokens, width) of a block's tokens; nullptr if the layer has no rope.
 struct Rotation {
     const float *cos = nullptr, *sin = nullptr;
@@ -195,13 +216,14 @@ struct DecoderLayers : torch::CustomClassHolder {
         layers.push_back(std::move(layer));
     }
 
-    // Returns hidden states (T, H) for embeddings `x` (T, H), and writes keys and values to the caches of each layer.
-    // `cos` and `sin` are a tensor (T, R) for each rope. `angles` are a tensor (tiles, R, 64) for each rope, or empty
-    // if no layer has a bias of keys in `kv_bias`. `lora_slots` and `lora_offsets` are those of `LoraSegments`; both are
-    // empty if no token uses an adapter.
+    // Returns the hidden states (N, H) of the tokens `outputs` (N), which are the last ones of rows, or without it of all
+    // tokens (T, H), for embeddings `x` (T, H). Writes keys and values to the caches of each layer. `cos` and `sin` are a
+    // tensor (T, R) for each rope. `angles` are a tensor (tiles, R, 64) for each rope, or empty if no layer has a bias of
+    // keys in `kv_bias`. `lora_slots` and `lora_offsets` are those of `LoraSegments`; both are empty if no token uses an
+    // adapter.
     Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slot_mapping, Tensor offsets,
                    Tensor starts, Tensor block_tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
-                   std::vector<Tensor> angles, Tensor lora_slots, Tensor lora_offsets) {
+                   std::vector<Tensor> angles, Tensor lora_slots, Tensor lora_offsets, MaybeTensor outputs) {
         TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "x must be float32 and contiguous");
         TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(),
                     "there must be a cache for each layer");
@@ -210,35 +232,48 @@ struct DecoderLayers : torch::CustomClassHolder {
                     "a slot for each token, int64 and contiguous");
         TORCH_CHECK(block_tables.scalar_type() == at::kInt && block_tables.is_contiguous(),
                     "block tables must be int32 and contiguous");
-        const int64_t *row_offsets = offsets.const_data_ptr<int64_t>(), *row_starts = starts.const_data_ptr<int64_t>();
+        TORCH_CHECK(!outputs || (outputs->scalar_type() == at::kLong && outputs->is_contiguous()),
+                    "outputs must be int64 and contiguous");
         const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
-        std::vector<TokenBlock> blocks = split_into_blocks(x.size(0), row_offsets, row_starts);
-        for (TokenBlock& block : blocks)
-            if (lora_slots.numel())
-                block.adapters = segments_within(lora_slots, lora_offsets, adapter_slots, block.first, block.count);
+        std::vector<TokenBlock> blocks = token_blocks(x.size(0), offsets, starts, lora_slots, lora_offsets);
         // `branch` is the last output of attention or feed-forward. The next norm adds it to the residual.
         Tensor residual = x.clone(), branch = at::empty_like(x);
+        bool all = !outputs || outputs->numel() == x.size(0);
         for (size_t index = 0; index < layers.size(); index++) {
             const DecoderLayer& layer = layers[index];
-            KVCache cache = kv_cache(keys[index], values[index]);
+            LayerCall call{layer, kv_cache(keys[index], values[index]), block_tables, std::nullopt};
+            if (layer.rope && std::get<0>(layer.kv_bias)) call.angles = angles.at(*layer.rope);
+            bool trimmed = !all && index + 1 == layers.size();
+            Tensor output_q = at::empty({trimmed ? outputs->numel() : 0, config.heads * config.head_dim});
+            int64_t output = 0;
             for (const TokenBlock& block : blocks) {
                 float* block_residual = residual.mutable_data_ptr<float>() + block.first * x.size(1);
                 float* block_branch = branch.mutable_data_ptr<float>() + block.first * x.size(1);
                 adapters.segments = block.adapters;
-                norm(index ? block_branch : nullptr, block_residual, layer.attention_norm, layer.qkv->matrix,
-                     block.count);
-                project(*layer.qkv, normed.data(), block.count, qkv_rows.data());
                 Rotation rotation;
                 if (layer.rope) rotation = rotation_of(cos[*layer.rope], sin[*layer.rope], block.first);
-                MaybeTensor key_angles;
-                if (layer.rope && std::get<0>(layer.kv_bias)) key_angles = angles.at(*layer.rope);
-                attend(layer, cache, block, rotation, slots + block.first, block_tables, key_angles);
-                quantize_rows_for(layer.out->matrix, attended.data(), layer.out->matrix.inputs, block.count, quantized);
-                project(*layer.out, attended.data(), block.count, block_branch);
-                post_norm(layer.attention_post_norm, block_branch, block.count, x.size(1));
-                norm(block_branch, block_residual, layer.mlp_norm, layer.up->matrix, block.count);
-                feed_forward(layer, block.count, block_branch);
-                post_norm(layer.mlp_post_norm, block_branch, block.count, x.size(1));
+                HeadVectors q = store_context(call, block.count, rotation, slots + block.first,
+                                              index ? block_branch : nullptr, block_residual);
+                if (!trimmed) {
+                    finish(call, block, q, block_residual, block_branch);
+                    continue;
+                }
+                const int64_t* tokens = outputs->const_data_ptr<int64_t>();
+                for (; output < outputs->numel() && tokens[output] < block.first + block.count; output++)
+                    std::copy_n(q.data + (tokens[output] - block.first) * q.token_stride, output_q.size(1),
+                                output_q.mutable_data_ptr<float>() + output * output_q.size(1));
+            }
+            if (!trimmed) continue;
+            OutputRows rows(*outputs, offsets, starts, lora_offsets);
+            residual = residual.index_select(0, *outputs);
+            branch = at::empty_like(residual);
+            for (const TokenBlock& block :
+                 token_blocks(outputs->numel(), rows.offsets, rows.starts, lora_slots, rows.lora_offsets)) {
+                adapters.segments = block.adapters;
+                const float* q = output_q.const_data_ptr<float>() + block.first * output_q.size(1);
+                finish(call, block, {q, output_q.size(1), config.head_dim},
+                       residual.mutable_data_ptr<float>() + block.first * x.size(1),
+                       branch.mutable_data_ptr<float>() + block.first * x.size(1));
             }
         }
         return residual.add_(branch);
@@ -252,6 +287,45 @@ struct DecoderLayers : torch::CustomClassHolder {
     std::vector<float> normed, qkv_rows, rotated_qk, attended, inner_rows;
     LoraRows adapters;
     int64_t adapter_slots = std::numeric_limits<int64_t>::max();  // of each layer
+
+    // A layer, and what its attention reads, the same for all blocks.
+    struct LayerCall {
+        const DecoderLayer& layer;
+        KVCache cache;
+        const Tensor& block_tables;
+        MaybeTensor angles;
+    };
+
+    std::vector<TokenBlock> token_blocks(int64_t tokens, const Tensor& offsets, const Tensor& starts,
+                                         const Tensor& lora_slots, const Tensor& lora_offsets) const {
+        auto blocks =
+            split_into_blocks(tokens, offsets.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>());
+        for (TokenBlock& block : blocks)
+            if (lora_slots.numel())
+                block.adapters = segments_within(lora_slots, lora_offsets, adapter_slots, block.first, block.count);
+        return blocks;
+    }
+
+    // Computes what tokens add to their contexts, up to a block's queries, which it returns.
+    HeadVectors store_context(const LayerCall& call, int64_t count, const Rotation& rotation, const int64_t* slots,
+                              const float* branch, float* residual) {
+        norm(branch, residual, call.layer.attention_norm, call.layer.qkv->matrix, count);
+        project(*call.layer.qkv, normed.data(), count, qkv_rows.data());
+        return rotate_and_store(call, count, rotation, slots);
+    }
+
+    // Computes the rest of the layer: attention of queries q, and the feed-forward block.
+    void finish(const LayerCall& call, const TokenBlock& block, HeadVectors q, float* residual, float* branch) {
+        const DecoderLayer& layer = call.layer;
+        int64_t width = layer.attention_norm.numel();
+        attend(call, block, q);
+        quantize_rows_for(layer.out->matrix, attended.data(), layer.out->matrix.inputs, block.count, quantized);
+        project(*layer.out, attended.data(), block.count, branch);
+        post_norm(layer.attention_post_norm, branch, block.count, width);
+        norm(branch, residual, layer.mlp_norm, layer.up->matrix, block.count);
+        feed_forward(layer, block.count, branch);
+        post_norm(layer.mlp_post_norm, branch, block.count, width);
+    }
 
     // residual (count, H) += branch, unless that is nullptr. Writes the sum's norm to `normed` and, if `next` is
     // quantised, to `quantized`.
@@ -285,13 +359,13 @@ struct DecoderLayers : torch::CustomClassHolder {
         matmul(projection.matrix, input_of(projection, x, count, quantized), data(projection.bias), y);
     }
 
-    // Computes `attended` (count, heads * head_dim) from `qkv_rows`.
-    void attend(const DecoderLayer& layer, const KVCache& cache, const TokenBlock& block, const Rotation& rotation,
-                const int64_t* slots, const Tensor& block_tables, const MaybeTensor& key_angles) {
+    // Writes keys and values of `qkv_rows` to the cache. Returns the queries.
+    HeadVectors rotate_and_store(const LayerCall& call, int64_t count, const Rotation& rotation, const int64_t* slots) {
+        const DecoderLayer& layer = call.layer;
         int64_t heads = config.heads, kv_heads = config.kv_heads, head_dim = config.head_dim;
         int64_t token_stride = (heads + 2 * kv_heads) * head_dim;
         if (layer.q_norm)
-            at::parallel_for(0, block.count, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
+            at::parallel_for(0, count, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
                 for (int64_t t = from; t < to; t++) {
                     float *q = &qkv_rows[t * token_stride], *k = q + heads * head_dim;
                     add_rms_norm(q, nullptr, data(layer.q_norm), config.eps, heads, head_dim, q, nullptr);
@@ -301,30 +375,35 @@ struct DecoderLayers : torch::CustomClassHolder {
         HeadVectors qk{qkv_rows.data(), token_stride, head_dim};
         HeadVectors v{qkv_rows.data() + (heads + kv_heads) * head_dim, token_stride, head_dim};
         if (rotation.cos) {
-            rotary(qk, rotation.cos, rotation.sin, block.count, heads + kv_heads, head_dim, rotation.width,
+            rotary(qk, rotation.cos, rotation.sin, count, heads + kv_heads, head_dim, rotation.width,
                    rotated_qk.data());
             qk = {rotated_qk.data(), (heads + kv_heads) * head_dim, head_dim};
         }
         HeadVectors k{qk.data + heads * head_dim, qk.token_stride, head_dim};
-        write_kv(k, v, block.count, head_dim, cache, slots);
+        write_kv(k, v, count, head_dim, call.cache, slots);
+        return qk;
+    }
+
+    // Computes `attended` (count, heads * head_dim) of queries q.
+    void attend(const LayerCall& call, const TokenBlock& block, HeadVectors q) {
         AttentionProblem problem{};
-        problem.q = qk.data;
-        problem.q_token_stride = qk.token_stride;
-        problem.q_head_stride = qk.head_stride;
+        problem.q = q.data;
+        problem.q_token_stride = q.token_stride;
+        problem.q_head_stride = q.head_stride;
         problem.out = attended.data();
-        problem.cache = cache;
+        problem.cache = call.cache;
         problem.offsets = block.offsets.data();
         problem.starts = block.starts.data();
         problem.rows = block.starts.size();
-        problem.block_tables = block_tables.const_data_ptr<int32_t>() + block.row * block_tables.size(1);
-        problem.table_width = block_tables.size(1);
-        problem.heads = heads;
-        problem.head_dim = head_dim;
+        problem.block_tables = call.block_tables.const_data_ptr<int32_t>() + block.row * call.block_tables.size(1);
+        problem.table_width = call.block_tables.size(1);
+        problem.heads = config.heads;
+        problem.head_dim = config.head_dim;
         problem.scale = config.scale;
         problem.softcap = config.softcap;
-        problem.window = layer.window;
-        const auto& [key_bias, value_bias] = layer.kv_bias;
-        set_kv_bias(problem, key_bias, value_bias, key_angles);
+        problem.window = call.layer.window;
+        const auto& [key_bias, value_bias] = call.layer.kv_bias;
+        set_kv_bias(problem, key_bias, value_bias, call.angles);
         paged_attention(problem);
     }
 

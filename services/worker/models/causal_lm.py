@@ -27,6 +27,7 @@ class Inputs(NamedTuple):
     slot_mapping: Tensor  # (T,) int64, flat indices into the KV cache
     attention: Any  # from `Ops.plan_attention`
     lora: LoraSegments | None = None  # the tokens that use adapters; None: none does
+    outputs: Tensor | None = None  # (N,) int64: the last tokens of rows, whose hidden states are read; None: all tokens
 
 
 class CausalLM(Protocol):
@@ -39,7 +40,7 @@ class CausalLM(Protocol):
         """Compute what the model needs for positions below `length`. Call it before the first `forward`."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each layer.
+        """Return the hidden states (N, H) of `inputs.outputs`. Keys and values go to `caches`, a pair for each layer.
 
         All ranks that compute the model together call it with the same inputs.
         """

@@ -97,11 +97,14 @@ class Decoder:
         self._rotary.build(length, self._device)
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
-        """Return the hidden states (T, H) of all tokens behind this rank's layers, and before the last norm. Keys and
-        values go to `caches`.
+        """Return the hidden states of tokens behind this rank's layers, and before the last norm. Keys and values go to
+        `caches`.
 
-        They come from the stage before and go to the one behind, if there are such.
+        The last stage returns those of `inputs.outputs` (N, H). Others send those of all tokens (T, H) to the stage
+        behind, and return them.
         """
+        if not self._group.parallel.is_last_stage:
+            inputs = inputs._replace(outputs=None)
         if self._received:
             x = self._group.receive((len(inputs.tokens), self.spec.hidden_size), self._received)
         else:
@@ -150,9 +153,11 @@ class Decoder:
                 list(self._rotary.cos_sin.values()),
                 list(self._rotary.angles.values()),
                 inputs.lora,
+                inputs.outputs,
             )
         context = ForwardContext(inputs, self._rotary.cos_sin, self._rotary.angles)
-        return self._norm_first(x, context, caches) if self.spec.norm_first else self._norm_last(x, context, caches)
+        x = self._norm_first(x, context, caches) if self.spec.norm_first else self._norm_last(x, context, caches)
+        return x if inputs.outputs is None else x.index_select(0, inputs.outputs)
 
     def _norm_first(self, residual: Tensor, context: ForwardContext, caches: Caches) -> Tensor:
         """Compute x + f(norm(x)), twice a layer.

@@ -95,13 +95,13 @@ class TransformersModel:
         """Do nothing: the model computes angles in each step, and the length of a learned table is fixed."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each call."""
+        """Return the hidden states (N, H) of `inputs.outputs`. Keys and values go to `caches`, a pair for each call."""
         with self._attention.step(inputs, caches):
             outputs = self._body(
                 input_ids=inputs.tokens[None].long(), position_ids=inputs.positions[None], use_cache=False
             )
         hidden: Tensor = outputs.last_hidden_state[0]
-        return hidden
+        return hidden if inputs.outputs is None else hidden.index_select(0, inputs.outputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (N, V) float32 of hidden states (N, H), by the model's code with a stub as its body."""
