@@ -43,17 +43,23 @@ constexpr int ZERO_POINT = 128;
 constexpr int RECORD_INPUTS = PART;                       // of 4 bits
 constexpr int RECORD_QUANTS = PANEL * RECORD_INPUTS / 2;  // bytes
 constexpr int RECORD_BYTES = RECORD_QUANTS + 2 * PANEL;   // with group scales and mins
+constexpr int LINE = 64;  // bytes that a processor fetches at once
 constexpr int SCALE_BYTES = PANEL * int(sizeof(float));
 
+// Weights are fetched ahead. A core waits for few lines at a time, and stops for many at once. So where products take
+// little time, each tile fetches a share of what comes next, not the first tile all. Others are slower with more to do.
 #if defined(__AVX512VNNI__)
+constexpr bool SHARED_PREFETCH = true;
 constexpr int TERM_TILE = 8;  // terms: their sums, 16 vectors of int32, and what is loaded fit into the registers
 constexpr int RECORD_TILE = 4;   // terms that are multiplied by a record together
 constexpr int DIRECT_TERMS = 4;  // with more of them, 4 bits are unpacked once for all
 #elif defined(__AVXVNNI__)
+constexpr bool SHARED_PREFETCH = false;
 constexpr int TERM_TILE = 2;
 constexpr int RECORD_TILE = 1;
 constexpr int DIRECT_TERMS = 1;
 #else
+constexpr bool SHARED_PREFETCH = false;
 constexpr int TERM_TILE = 2;
 constexpr int RECORD_TILE = 2;
 constexpr int DIRECT_TERMS = std::numeric_limits<int>::max();  // products of 4 bits need half the time
@@ -74,23 +80,23 @@ int64_t panel_bytes(int bits, int64_t inputs) { return panel_quant_bytes(bits, i
     fma(right.to_float(), scale, F32x16::load(row_sums + 16)).store(row_sums + 16);
 }
 
-// What a tile fetches of the packed weight while it multiplies: `step` bytes for each four inputs.
+// What a tile fetches of the packed weight while it multiplies: `step` bytes for each four inputs; 0: nothing.
 struct TilePrefetch {
     const uint8_t* first;
     int step;
 };
 
-// sums[row] (32 outputs) += N terms times the `size` inputs of a group. STEP is that of `ahead`, or 0 if it is at most
-// one line.
+// sums[row] (32 outputs) += N terms times the `size` inputs of a group. STEP is that of `ahead`, or LINE if that is
+// at most one line. Inlined, it would have its sums in memory, if GCC 12 has 16 registers for vectors.
 template <int N, int STEP>
-void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, TilePrefetch ahead, float* sums) {
+[[gnu::noinline]] void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, TilePrefetch ahead, float* sums) {
     I32x16 left[N], right[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(-ZERO_POINT * term[n].total);
     for (int k = 0; k < size; k += 4) {
-        const uint8_t* fetched = ahead.first + k / 4 * (STEP ? STEP : ahead.step);
-        _mm_prefetch(fetched, _MM_HINT_T0);
-        if (STEP > 64) _mm_prefetch(fetched + 64, _MM_HINT_T0);
+        const uint8_t* fetched = ahead.first + k / 4 * (STEP == LINE ? ahead.step : STEP);
+        if (STEP > 0) _mm_prefetch(fetched, _MM_HINT_T0);
+        if (STEP > LINE) _mm_prefetch(fetched + LINE, _MM_HINT_T0);
         U8x64 left_u = U8x64::load(u + k * PANEL), right_u = U8x64::load(u + k * PANEL + 64);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
@@ -168,15 +174,16 @@ void multiply_group(const uint8_t* u, const uint8_t* packed, const Terms& terms,
     }
     constexpr int STEP = int(panel_quant_bytes(BITS, PART)) * 4 / PART;
     TilePrefetch ahead{packed + PREFETCH_DISTANCE, STEP};
-    if (terms.count <= TERM_TILE)
-        return for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t) {
-            multiply_tile<n, STEP>(u, terms.size, terms.q, terms.term, ahead, sums);
+    if (terms.count <= TERM_TILE || !SHARED_PREFETCH)
+        return for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
+            if (SHARED_PREFETCH || first == 0)
+                return multiply_tile<n, STEP>(u, terms.size, terms.q, terms.term, ahead, sums);
+            multiply_tile<n, 0>(u, terms.size, terms.q + first * terms.size, terms.term + first, ahead, sums);
         });
-    // A core waits for few lines at a time, and would stop for many at once. So each tile fetches its share.
     int count = (terms.count + TERM_TILE - 1) / TERM_TILE;
     ahead.step = (STEP + count - 1) / count;
     for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
-        multiply_tile<n, 0>(u, terms.size, terms.q + first * terms.size, terms.term + first, ahead, sums);
+        multiply_tile<n, LINE>(u, terms.size, terms.q + first * terms.size, terms.term + first, ahead, sums);
         ahead.first += terms.size / 4 * ahead.step;
     });
 }
