@@ -79,7 +79,9 @@ def test_the_last_tokens_of_rows_use_their_adapters(quantization: str, tmp_path:
 
 
 @pytest.mark.skipif(not extension.load(), reason="the plain kernels take any tokens")
-@pytest.mark.parametrize(("outputs", "error"), [([2], "must be the last tokens of rows"), ([3, 4], "is no token")])
+@pytest.mark.parametrize(
+    ("outputs", "error"), [([2], "must be the last tokens of rows"), ([3, 4], "is no token"), ([-1, 3], "is no token")]
+)
 def test_other_tokens_are_refused(
     outputs: list[int], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

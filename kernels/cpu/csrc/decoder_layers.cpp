@@ -185,9 +185,11 @@ struct OutputRows {
         for (int64_t row = 0; row < starts.numel(); row++)
             for (int64_t i = from[row]; i < from[row + 1]; i++)
                 TORCH_CHECK(token[i] == end[row] - (from[row + 1] - i), "the outputs must be the last tokens of rows");
-        TORCH_CHECK(offsets.const_data_ptr<int64_t>()[starts.numel()] == outputs.numel(), "an output is no token");
+        TORCH_CHECK(from[0] == 0 && from[starts.numel()] == outputs.numel(), "an output is no token");
     }
 };
+
+float* row(const Tensor& tensor, int64_t index) { return tensor.mutable_data_ptr<float>() + index * tensor.size(1); }
 
 // Cosines and sines (tokens, width) of a block's tokens; nullptr if the layer has no rope.
 struct Rotation {
@@ -234,46 +236,43 @@ struct DecoderLayers : torch::CustomClassHolder {
                     "block tables must be int32 and contiguous");
         TORCH_CHECK(!outputs || (outputs->scalar_type() == at::kLong && outputs->is_contiguous()),
                     "outputs must be int64 and contiguous");
-        const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
         std::vector<TokenBlock> blocks = token_blocks(x.size(0), offsets, starts, lora_slots, lora_offsets);
+        std::optional<OutputRows> rows;
+        if (outputs && outputs->numel() < x.size(0)) rows.emplace(*outputs, offsets, starts, lora_offsets);
         // `branch` is the last output of attention or feed-forward. The next norm adds it to the residual.
         Tensor residual = x.clone(), branch = at::empty_like(x);
-        bool all = !outputs || outputs->numel() == x.size(0);
         for (size_t index = 0; index < layers.size(); index++) {
             const DecoderLayer& layer = layers[index];
             LayerCall call{layer, kv_cache(keys[index], values[index]), block_tables, std::nullopt};
             if (layer.rope && std::get<0>(layer.kv_bias)) call.angles = angles.at(*layer.rope);
-            bool trimmed = !all && index + 1 == layers.size();
-            Tensor output_q = at::empty({trimmed ? outputs->numel() : 0, config.heads * config.head_dim});
-            int64_t output = 0;
-            for (const TokenBlock& block : blocks) {
-                float* block_residual = residual.mutable_data_ptr<float>() + block.first * x.size(1);
-                float* block_branch = branch.mutable_data_ptr<float>() + block.first * x.size(1);
-                adapters.segments = block.adapters;
+            auto store_block = [&](const TokenBlock& block) {
                 Rotation rotation;
                 if (layer.rope) rotation = rotation_of(cos[*layer.rope], sin[*layer.rope], block.first);
-                HeadVectors q = store_context(call, block.count, rotation, slots + block.first,
-                                              index ? block_branch : nullptr, block_residual);
-                if (!trimmed) {
-                    finish(call, block, q, block_residual, block_branch);
-                    continue;
-                }
-                const int64_t* tokens = outputs->const_data_ptr<int64_t>();
-                for (; output < outputs->numel() && tokens[output] < block.first + block.count; output++)
-                    std::copy_n(q.data + (tokens[output] - block.first) * q.token_stride, output_q.size(1),
-                                output_q.mutable_data_ptr<float>() + output * output_q.size(1));
+                adapters.segments = block.adapters;
+                return store_context(call, block.count, rotation, slot_mapping.const_data_ptr<int64_t>() + block.first,
+                                     index ? row(branch, block.first) : nullptr, row(residual, block.first));
+            };
+            if (!rows || index + 1 < layers.size()) {
+                for (const TokenBlock& block : blocks)
+                    finish(call, block, store_block(block), row(residual, block.first), row(branch, block.first));
+                continue;
             }
-            if (!trimmed) continue;
-            OutputRows rows(*outputs, offsets, starts, lora_offsets);
+            Tensor queries = at::empty({outputs->numel(), config.heads * config.head_dim});
+            const int64_t* token = outputs->const_data_ptr<int64_t>();
+            int64_t output = 0;
+            for (const TokenBlock& block : blocks) {
+                HeadVectors q = store_block(block);
+                for (; output < outputs->numel() && token[output] < block.first + block.count; output++)
+                    std::copy_n(q.data + (token[output] - block.first) * q.token_stride, queries.size(1),
+                                row(queries, output));
+            }
             residual = residual.index_select(0, *outputs);
             branch = at::empty_like(residual);
-            for (const TokenBlock& block :
-                 token_blocks(outputs->numel(), rows.offsets, rows.starts, lora_slots, rows.lora_offsets)) {
+            blocks = token_blocks(outputs->numel(), rows->offsets, rows->starts, lora_slots, rows->lora_offsets);
+            for (const TokenBlock& block : blocks) {
                 adapters.segments = block.adapters;
-                const float* q = output_q.const_data_ptr<float>() + block.first * output_q.size(1);
-                finish(call, block, {q, output_q.size(1), config.head_dim},
-                       residual.mutable_data_ptr<float>() + block.first * x.size(1),
-                       branch.mutable_data_ptr<float>() + block.first * x.size(1));
+                HeadVectors q{row(queries, block.first), queries.size(1), config.head_dim};
+                finish(call, block, q, row(residual, block.first), row(branch, block.first));
             }
         }
         return residual.add_(branch);
