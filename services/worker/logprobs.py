@@ -11,7 +11,7 @@ from kernels.reference.sampling import LOGPROB_FLOOR
 from services.worker.batch import Batch
 from services.worker.models.causal_lm import CausalLM
 from services.worker.sampler import SamplingBatch
-from services.worker.sequence_states import SequenceStates
+from services.worker.sequence_states import Ints, SequenceStates
 from services.worker.transfers import Section, StepBuffer
 from shared.protocol import TokenLogprobs
 
@@ -88,20 +88,21 @@ def _logprobs_of(logits: Tensor, ids: Tensor, likeliest: Tensor, its_logprobs: T
     return logprobs.nan_to_num(nan=LOGPROB_FLOOR, neginf=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
 
 
-def ask_for_prompt_logprobs(batch: Batch, states: SequenceStates) -> bool:
-    """Return whether a row's request asks for the log-probabilities of its prompt's tokens."""
-    return bool((states.num_prompt_logprobs[batch.slots] >= 0).any())
+def prompt_logprob_rows(batch: Batch, states: SequenceStates) -> Ints:
+    """Return the rows of `batch` that compute prompt tokens whose log-probabilities are asked for."""
+    asked = states.num_prompt_logprobs[batch.slots] >= 0
+    return np.flatnonzero(asked & (batch.starts < states.prompt_len[batch.slots] - 1))
 
 
 def prompt_logprobs(
-    hidden: Tensor, batch: Batch, states: SequenceStates, model: CausalLM, ops: Ops
+    hidden: Tensor, rows: Ints, batch: Batch, states: SequenceStates, model: CausalLM, ops: Ops
 ) -> Iterator[LogprobRows]:
-    """Yield the log-probabilities of prompt tokens for the rows of `batch` whose requests ask for them, in order.
+    """Yield the log-probabilities of prompt tokens for the `rows` that `prompt_logprob_rows` returned, in order.
 
     A row gives the log-probabilities of positions start + 1 to min(start + count, prompt_len - 1), since the hidden
     state at a position predicts the next token. `hidden` (T, H) are the hidden states of all tokens.
     """
-    for row in np.flatnonzero(states.num_prompt_logprobs[batch.slots] >= 0).tolist():
+    for row in rows.tolist():
         slot, start = int(batch.slots[row]), int(batch.starts[row])
         num_logprobs = int(states.num_prompt_logprobs[slot])
         count = min(int(batch.counts[row]), int(states.prompt_len[slot]) - 1 - start)

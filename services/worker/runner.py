@@ -38,7 +38,7 @@ from services.worker.kv_memory import host_kv_memory, kv_memory
 from services.worker.launched_step import DeferredStep, LaunchedStep, StepOutputs, StepTimer
 from services.worker.logprobs import (
     StagedLogprobs,
-    ask_for_prompt_logprobs,
+    prompt_logprob_rows,
     prompt_logprobs,
     sampled_logprobs,
     stage_logprobs,
@@ -106,8 +106,8 @@ class _StagedStep(NamedTuple):
     rows: BatchRows | None  # of the batch; padded to `graph_size`
     graph_size: int  # rows of the graph that the batch runs in; 0: none
     adapters: StagedSegments | None  # the tokens of the batch that use them
-    last_tokens: Section | None  # of the rows that sample, by their index in the batch; None: another stage samples
-    sampling: _Sampling | None
+    last_tokens: Section | None  # of the rows that sample, by their index in the batch
+    sampling: _Sampling | None  # None: no row samples, or another stage does
 
 
 class ModelRunner:
@@ -321,11 +321,10 @@ class ModelRunner:
             adapters = stage_segments(batch, state.sequences, buffer) if self._adapters else None
             graph_size = self._graphs.size_for(batch) if self._graphs and not adapters else 0
             rows = batch.stage(state.sequences, changes, padded_to=graph_size)
-            if self._parallel.is_last_stage:
-                last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
-                if batch.samples.any():
-                    tokens = state.sampler.stage(build_sampling_batch(batch, plan.forks), buffer)
-                    sampling = _Sampling(tokens, stage_logprobs(tokens.batch, state.sequences, buffer))
+            last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
+            if self._parallel.is_last_stage and batch.samples.any():
+                tokens = state.sampler.stage(build_sampling_batch(batch, plan.forks), buffer)
+                sampling = _Sampling(tokens, stage_logprobs(tokens.batch, state.sequences, buffer))
         copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
         return _StagedStep(changes, copies, batch, rows, graph_size, adapters, last_tokens, sampling)
 
@@ -341,16 +340,18 @@ class ModelRunner:
             if self._adapters is None:
                 raise RuntimeError("a plan names an adapter, and this worker takes none")
             self._adapters.put(slot, adapter)
-        if step.batch and step.rows:
-            every_token = step.graph_size > 0 or ask_for_prompt_logprobs(step.batch, state.sequences)
+        if step.batch and step.rows and step.last_tokens:
+            last_tokens = step.last_tokens.tensor
+            asked = prompt_logprob_rows(step.batch, state.sequences)
+            every_token = step.graph_size > 0 or len(asked) > 0
             if self._graphs and step.graph_size:
                 hidden = self._graphs.run(step.graph_size)
             else:
-                last_tokens = None if every_token or step.last_tokens is None else step.last_tokens.tensor
-                hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters, last_tokens)
-            if every_token and step.last_tokens:
-                outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
-                hidden = hidden.index_select(0, step.last_tokens.tensor)
+                read = None if every_token else last_tokens
+                hidden = self._forward(step.rows, step.batch.num_tokens, state, step.adapters, read)
+            if every_token and self._parallel.is_last_stage:
+                outputs.prompts += prompt_logprobs(hidden, asked, step.batch, state.sequences, self._model, self._ops)
+                hidden = hidden.index_select(0, last_tokens)
             if step.sampling:
                 self._sample(hidden, step.sampling, state, outputs)
         return outputs

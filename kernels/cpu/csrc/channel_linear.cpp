@@ -80,16 +80,18 @@ int64_t panel_bytes(int bits, int64_t inputs) { return panel_quant_bytes(bits, i
     fma(right.to_float(), scale, F32x16::load(row_sums + 16)).store(row_sums + 16);
 }
 
-// What a tile fetches of the packed weight while it multiplies: `step` bytes for each four inputs; 0: nothing.
+// What a tile fetches of the packed weight while it multiplies: `step` bytes for each four inputs.
 struct TilePrefetch {
     const uint8_t* first;
     int step;
 };
 
-// sums[row] (32 outputs) += N terms times the `size` inputs of a group. STEP is that of `ahead`, or LINE if that is
-// at most one line. Inlined, it would have its sums in memory, if GCC 12 has 16 registers for vectors.
+// sums[row] (32 outputs) += N terms times the `size` inputs of a group. STEP is that of `ahead`, or LINE if it is known
+// only when the program runs and at most one line, or 0 if nothing is to be fetched. Where there are 16 registers for
+// vectors, GCC 12 would have the sums in memory if this were inlined.
 template <int N, int STEP>
-[[gnu::noinline]] void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, TilePrefetch ahead, float* sums) {
+[[gnu::noinline]] void multiply_tile(const uint8_t* u, int size, const int8_t* q, const Term* term, TilePrefetch ahead,
+                                     float* sums) {
     I32x16 left[N], right[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(-ZERO_POINT * term[n].total);

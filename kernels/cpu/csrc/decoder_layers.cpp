@@ -5,8 +5,8 @@
 // written. Blocks are processed in order. A token's context precedes it, so its keys and values are in the KV cache
 // when its attention is computed.
 //
-// Of the last layer, only the tokens whose hidden states are read need more than their keys and values. Those are the last
-// ones of rows, mostly one of a whole prompt.
+// Of the last layer, only the tokens whose hidden states are read need more than their keys and values. Those are the
+// last ones of rows, mostly one of a whole prompt.
 //
 // The results are equal to those of the single operations, bit for bit: the same functions compute them.
 #include <ATen/ATen.h>
@@ -176,7 +176,8 @@ struct OutputRows {
     Tensor offsets, starts, lora_offsets;  // like those of all tokens
 
     // `outputs` (N) are indices of tokens, ascending. `offsets` and `starts` are those of the rows of all tokens.
-    OutputRows(const Tensor& outputs, const Tensor& all_offsets, const Tensor& all_starts, const Tensor& all_lora_offsets)
+    OutputRows(const Tensor& outputs, const Tensor& all_offsets, const Tensor& all_starts,
+               const Tensor& all_lora_offsets)
         : offsets(at::searchsorted(outputs, all_offsets)),
           starts(all_starts + (all_offsets.diff() - offsets.diff())),
           lora_offsets(at::searchsorted(outputs, all_lora_offsets)) {
@@ -218,11 +219,11 @@ struct DecoderLayers : torch::CustomClassHolder {
         layers.push_back(std::move(layer));
     }
 
-    // Returns the hidden states (N, H) of the tokens `outputs` (N), which are the last ones of rows, or without it of all
-    // tokens (T, H), for embeddings `x` (T, H). Writes keys and values to the caches of each layer. `cos` and `sin` are a
-    // tensor (T, R) for each rope. `angles` are a tensor (tiles, R, 64) for each rope, or empty if no layer has a bias of
-    // keys in `kv_bias`. `lora_slots` and `lora_offsets` are those of `LoraSegments`; both are empty if no token uses an
-    // adapter.
+    // Returns the hidden states (N, H) of the tokens `outputs` (N), which are the last ones of rows, or without it of
+    // all tokens (T, H), for embeddings `x` (T, H). Writes keys and values to the caches of each layer. `cos` and `sin`
+    // are a tensor (T, R) for each rope. `angles` are a tensor (tiles, R, 64) for each rope, or empty if no layer has a
+    // bias of keys in `kv_bias`. `lora_slots` and `lora_offsets` are those of `LoraSegments`; both are empty if no token
+    // uses an adapter.
     Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slot_mapping, Tensor offsets,
                    Tensor starts, Tensor block_tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
                    std::vector<Tensor> angles, Tensor lora_slots, Tensor lora_offsets, MaybeTensor outputs) {
