@@ -7,6 +7,9 @@ ARGS ?=
 MINUTES ?= 60
 SEED ?= 0
 
+# pip gives up on a download after a pause of 15 seconds, which slow networks have.
+export PIP_DEFAULT_TIMEOUT ?= 60
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

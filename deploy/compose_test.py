@@ -30,6 +30,7 @@ from container_testing import (
     Failure,
     Streams,
     answers,
+    build,
     check,
     execute,
     expect,
@@ -126,7 +127,7 @@ def main() -> int:
     print(f"compose-test: {project.engine}, project {project.name}, port {project.port}")
     try:
         with step("images are built"):
-            project.compose("build", seconds=BUILDING)
+            build(lambda: project.compose("build", seconds=BUILDING))
         try:
             test(project)
         except BaseException:

@@ -122,6 +122,23 @@ def execute(argv: Sequence[str], seconds: float, environment: dict[str, str]) ->
     return output
 
 
+def build(images: Callable[[], object]) -> None:
+    """Build images, up to three times, and raise `Failure` if the last time fails.
+
+    A build downloads hundreds of MB of packages and ends when a host is out of reach for a while. What was built
+    before that is in the engine's cache.
+    """
+    for pause in (20.0, 60.0):
+        try:
+            images()
+        except Failure as failure:
+            print(f"the images could not be built, and are built again after {pause:.0f} s: {str(failure)[-400:]}")
+            time.sleep(pause)
+        else:
+            return
+    images()
+
+
 @contextmanager
 def step(description: str) -> Iterator[None]:
     """Print a line when the block succeeds, with the seconds it took."""

@@ -29,6 +29,7 @@ from container_testing import (
     Failure,
     Streams,
     answers,
+    build,
     check,
     execute,
     expect,
@@ -97,6 +98,12 @@ class Cluster:
     def podman(self, *argv: str, seconds: float = 60) -> str:
         """Run a command of podman and return its output. Raise `Failure` with it if it fails."""
         return execute(["podman", *argv], seconds, dict(os.environ)).strip()
+
+    def build(self) -> None:
+        """Build the images."""
+        for image, target in IMAGES.items():
+            argv = ["build", "-f", str(ROOT / "deploy/Dockerfile"), "--target", target]
+            self.podman(*argv, "-t", f"localhost/{image}:latest", str(ROOT), seconds=BUILDING)
 
     def objects(self) -> list[Object]:
         """Return the objects of the overlay for CPUs, with keys made for them."""
@@ -167,9 +174,7 @@ def main() -> int:
         print(f"kubernetes-test: network {cluster.name}, port {cluster.port}")
         try:
             with step("images are built"):
-                for image, target in IMAGES.items():
-                    argv = ["build", "-f", str(ROOT / "deploy/Dockerfile"), "--target", target]
-                    cluster.podman(*argv, "-t", f"localhost/{image}:latest", str(ROOT), seconds=BUILDING)
+                build(cluster.build)
             try:
                 test(cluster)
             except BaseException:
