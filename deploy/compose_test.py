@@ -47,7 +47,6 @@ SERVICES = ("balancer", "gateway", "scheduler", "worker")
 ENGINES = (("scheduler", "worker"), ("scheduler-2", "worker-2"))
 ADMIN_PORT = 9101
 
-BUILDING = 1800.0  # seconds at most
 NO_ENGINE = 75
 
 STRANGER = """
@@ -127,7 +126,7 @@ def main() -> int:
     print(f"compose-test: {project.engine}, project {project.name}, port {project.port}")
     try:
         with step("images are built"):
-            build(lambda: project.compose("build", seconds=BUILDING))
+            build(lambda seconds: project.compose("build", seconds=seconds))
         try:
             test(project)
         except BaseException:

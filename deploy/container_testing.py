@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 128
 PROMPTS = ("What is a lighthouse?", "Tell me of the sea.", "Count to fifty.", "Why do ships float?")
-STARTING, STREAMING = 240.0, 400.0  # timeouts in seconds, reached only by failures
+BUILDING, STARTING, STREAMING = 1800.0, 240.0, 400.0  # timeouts in seconds, reached only by failures
 
 
 class Failure(Exception):
@@ -122,21 +122,22 @@ def execute(argv: Sequence[str], seconds: float, environment: dict[str, str]) ->
     return output
 
 
-def build(images: Callable[[], object]) -> None:
-    """Build images, up to three times, and raise `Failure` if the last time fails.
+def build(images: Callable[[float], object]) -> None:
+    """Build images by `images(seconds)`, up to three times within BUILDING. Raise `Failure` if the last time fails.
 
     A build downloads hundreds of MB of packages and ends when a host is out of reach for a while. What was built
     before that is in the engine's cache.
     """
-    for pause in (20.0, 60.0):
+    deadline = time.monotonic() + BUILDING
+    for pause in (20.0, 60.0, BUILDING):
         try:
-            images()
+            images(deadline - time.monotonic())
+            return
         except Failure as failure:
+            if time.monotonic() + pause >= deadline:
+                raise
             print(f"the images could not be built, and are built again after {pause:.0f} s: {str(failure)[-400:]}")
             time.sleep(pause)
-        else:
-            return
-    images()
 
 
 @contextmanager

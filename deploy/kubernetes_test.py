@@ -44,7 +44,6 @@ from shared.curve import make_keys
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = ROOT / "deploy/kubernetes"
 STREAMS = 20
-BUILDING = 1800.0  # seconds at most
 NO_ENGINE = 75
 IMAGES = {"quire-gateway": "gateway", "quire-scheduler": "scheduler", "quire-worker": "worker-cpu"}  # their targets
 PLAYED = ("ConfigMap", "PersistentVolumeClaim", "Pod")
@@ -99,11 +98,11 @@ class Cluster:
         """Run a command of podman and return its output. Raise `Failure` with it if it fails."""
         return execute(["podman", *argv], seconds, dict(os.environ)).strip()
 
-    def build(self) -> None:
-        """Build the images."""
+    def build(self, seconds: float) -> None:
+        """Build the images, each in so many seconds at most."""
         for image, target in IMAGES.items():
             argv = ["build", "-f", str(ROOT / "deploy/Dockerfile"), "--target", target]
-            self.podman(*argv, "-t", f"localhost/{image}:latest", str(ROOT), seconds=BUILDING)
+            self.podman(*argv, "-t", f"localhost/{image}:latest", str(ROOT), seconds=seconds)
 
     def objects(self) -> list[Object]:
         """Return the objects of the overlay for CPUs, with keys made for them."""
