@@ -136,7 +136,7 @@ def build(images: Callable[[float], object]) -> None:
         except Failure as failure:
             if time.monotonic() + pause >= deadline:
                 raise
-            print(f"the images could not be built, and are built again after {pause:.0f} s: {str(failure)[-400:]}")
+            print(f"the images could not be built, and are built again after {pause:.0f} s: {failure}")
             time.sleep(pause)
 
 
